@@ -14,20 +14,21 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 
-from dynamo.base import addresses, clock, config, distribution, errors, ids, membership, tasks
+from dynamo.base import addresses, clock, config, distribution, ids, membership, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
 from dynamo.runtime import (
     client,
     discovery,
     events,
+    instance_records,
     listening,
     naming,
     requests,
@@ -150,13 +151,10 @@ class DistributedRuntime:
             self._tasks.start("watch credentials", parts.credential_watch.watch())
         self._parts = parts
         self._is_sibling = is_sibling
-        self._records: dict[str, bytes] = {}  # this instance's keys in discovery
-        self._is_withdrawn = False
-        self._hidden: set[str] = set()  # keys of endpoints that are withdrawn for themselves
+        self.records = instance_records.InstanceRecords(registry, instance_id)
         self.served = serving.ServedEndpoints(self.clock, plane.traffic)
         self.engine_routes: dict[str, system_port.EngineRoute] = {}
         self.stop_requested = asyncio.Event()
-        self._publishing = asyncio.Lock()  # a record that changes is not restored in its old state
         self._clients: list[client.EndpointClient] = []
 
     @classmethod
@@ -264,78 +262,24 @@ class DistributedRuntime:
             transport={self.requests.name: address},
         )
         for key, record in [(instance.key, instance), *(make(instance) for make in attachments)]:
-            await self._put(key, record)
+            await self.records.put(key, record)
         return instance
 
     async def change_record(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
-        """Replace an attached record of a registered instance by what `change` makes of it; changes come in turn.
-
-        While discovery is away the change is published later. Raises Conflict while the instance is withdrawn or this
-        process is draining.
-        """
-        async with self._publishing:
-            before = self._records.get(key)
-            if self._is_withdrawn or before is None or key in self._hidden:
-                raise errors.Conflict("nobody is to find us now: try again when we serve")
-            try:
-                await self._put(key, change(before))
-            except errors.Unavailable as error:
-                _logger.warning("%s is published when discovery is back: %s", key, error)
-            except BaseException:
-                self._records[key] = before
-                raise
+        """Replace an attached record of a registered instance, as `InstanceRecords.change`. Raises Conflict."""
+        await self.records.change(key, change)
 
     async def deregister(self) -> None:
         """Remove all records of this instance, the last first, for good; its handlers still answer."""
-        await self.withdraw()
-        self._records.clear()
+        await self.records.deregister()
 
     async def withdraw(self) -> None:
         """Remove all records of this instance until `restore`; its handlers still answer."""
-        async with self._publishing:
-            self._is_withdrawn = True
-            for key in reversed(list(self._records)):
-                await self.discovery.delete(key)
+        await self.records.withdraw()
 
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
-        async with self._publishing:
-            await self._publish_again(self._records.keys() - self._hidden)
-            self._is_withdrawn = False
-
-    async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
-        """Remove the records of one endpoint until `restore_endpoint`; its handler still answers."""
-        async with self._publishing:
-            for key in reversed(self._keys_of(name)):
-                self._hidden.add(key)
-                await self.discovery.delete(key)
-
-    async def deregister_endpoint(self, name: instances.EndpointName) -> None:
-        """Remove the records of one endpoint for good; its handler still answers."""
-        await self.withdraw_endpoint(name)
-        for key in self._keys_of(name):
-            self._hidden.discard(key)
-            del self._records[key]
-
-    async def restore_endpoint(self, name: instances.EndpointName) -> None:
-        """Publish the withdrawn records of one endpoint again; while all are withdrawn, `restore` does."""
-        async with self._publishing:
-            keys = self._keys_of(name)
-            self._hidden.difference_update(keys)
-            if not self._is_withdrawn:
-                await self._publish_again(keys)
-
-    def _keys_of(self, name: instances.EndpointName) -> list[str]:
-        """Return the keys of an endpoint's instance and card, in the order in which they were published."""
-        end = f"/{name.path}/{self.instance_id:x}"
-        return [key for key in self._records if key.endswith(end)]
-
-    async def _publish_again(self, keys: Collection[str]) -> None:
-        for key in [key for key in self._records if key in keys]:  # in their order
-            try:
-                await self.discovery.put(key, self._records[key])
-            except errors.Unavailable as error:
-                _logger.warning("%s is published when discovery is back: %s", key, error)
+        await self.records.restore()
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return a client that follows an endpoint; it is closed with this runtime, if not before."""
@@ -382,10 +326,6 @@ class DistributedRuntime:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _put(self, key: str, record: msgspec.Struct) -> None:
-        self._records[key] = msgspec.json.encode(record)
-        await self.discovery.put(key, self._records[key])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ Main = Callable[..., Coroutine[Any, Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig(component.RuntimeConfig):
+class UserServiceConfig(component.RuntimeConfig):
     """A process of `dynamo_worker`, which reads DYN_* variables and no flags."""
 
     system_host: str = config.setting("127.0.0.1", help="address of the system port")
@@ -88,8 +88,8 @@ def dynamo_worker(
 ) -> Callable[[Main], Callable[..., Coroutine[Any, Any, None]]]:
     """Decorate `async def main(runtime, ...)`: the result is a function that runs it as a process of the cluster.
 
-    The settings come from DYN_* variables (`ServiceConfig`). SIGTERM, SIGINT or `runtime.shutdown()` takes the process
-    out of discovery, lets open requests end (30 s at most, or DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT), and cancels
+    The settings come from DYN_* variables (`UserServiceConfig`). SIGTERM, SIGINT or `runtime.shutdown()` takes the
+    process out of discovery, lets open requests end (DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, 30 s), and cancels
     `main`; a second signal ends the process at once. Raises ConfigError.
 
     Called where no event loop runs, the function returns when the process has ended, also inside of `asyncio.run`;
@@ -124,7 +124,7 @@ def _is_in_loop() -> bool:
 
 async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     settings = reachability.with_reachable_host(
-        config.load(ServiceConfig, prog="dynamo", argv=()), os.environ
+        config.load(UserServiceConfig, prog="dynamo", argv=()), os.environ
     )
     async with await component.DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:
         stop = process_setup.stop_on_signals(runtime.stop_requested)

@@ -21,7 +21,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.protocols import instances
 from dynamo.runtime import client as clients
-from dynamo.runtime import requests, serving
+from dynamo.runtime import instance_records, requests, serving
 from dynamo.runtime.request_context import Context
 
 START_S = 300.0  # how long `wait_for_instances` waits by default
@@ -43,23 +43,12 @@ class Registrar(Protocol):
     instance_id: ids.InstanceId
     clock: clocks.Clock
     served: serving.ServedEndpoints
+    records: instance_records.InstanceRecords
 
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler
     ) -> instances.Instance:
         """Answer an endpoint and publish this instance."""
-        ...
-
-    async def deregister_endpoint(self, name: instances.EndpointName) -> None:
-        """Remove the records of one endpoint for good."""
-        ...
-
-    async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
-        """Remove the records of one endpoint until `restore_endpoint`."""
-        ...
-
-    async def restore_endpoint(self, name: instances.EndpointName) -> None:
-        """Publish the withdrawn records of one endpoint again."""
         ...
 
     def client(self, name: instances.EndpointName) -> clients.EndpointClient:
@@ -100,7 +89,7 @@ class Endpoint:
     """A function that the processes of a component serve."""
 
     def __init__(self, runtime: Registrar, name: instances.EndpointName) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self.name = name
 
     async def serve_endpoint(
@@ -133,35 +122,36 @@ class Endpoint:
             is_graceful=graceful_shutdown,
             labels=metrics_labels or (),
             health_check_payload=health_check_payload,
-            clock=self._runtime.clock,
+            adapters=self.runtime.served.adapters,
+            clock=self.runtime.clock,
         )
-        self._runtime.served.add(served)
+        self.runtime.served.add(served)
         try:
-            await self._runtime.register(self.name, served.start_call)
+            await self.runtime.register(self.name, served.start_call)
             on_listed()
-            served.start_checks(self._runtime.served.check)
+            served.start_checks(self.runtime.served.check)
             await asyncio.Event().wait()
         finally:
-            self._runtime.served.discard(served)
+            self.runtime.served.discard(served)
             with contextlib.suppress(errors.Unavailable):  # the lease ends
-                await self._runtime.deregister_endpoint(self.name)
+                await self.runtime.records.deregister_endpoint(self.name)
             await served.close()
 
     def component(self) -> Component:
         """Return the component that this endpoint belongs to."""
-        return Component(self._runtime, self.name.namespace, self.name.component)
+        return Component(self.runtime, self.name.namespace, self.name.component)
 
     def connection_id(self) -> int:
         """Return the id of this process as an instance."""
-        return self._runtime.instance_id
+        return self.runtime.instance_id
 
     async def unregister_endpoint_instance(self) -> None:
         """Remove this endpoint of this process from discovery; requests that still come are answered."""
-        await self._runtime.withdraw_endpoint(self.name)
+        await self.runtime.records.withdraw_endpoint(self.name)
 
     async def register_endpoint_instance(self) -> None:
         """Publish this endpoint of this process again, after `unregister_endpoint_instance`."""
-        await self._runtime.restore_endpoint(self.name)
+        await self.runtime.records.restore_endpoint(self.name)
 
     async def client(self, router_mode: RouterMode | None = None) -> "Client":
         """Return a client that follows the instances of this endpoint; `router_mode` is that of its `generate`.
@@ -173,7 +163,7 @@ class Endpoint:
                 "RouterMode.KV: a client of an endpoint cannot choose by cached prefixes; ask python -m dynamo.router"
             )
         is_random = router_mode is RouterMode.Random
-        return Client(self._runtime.client(self.name), "random" if is_random else "round-robin")
+        return Client(self.runtime.client(self.name), "random" if is_random else "round-robin")
 
 
 class Annotated:

@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
@@ -26,6 +27,9 @@ from dynamo.runtime import requests
 from dynamo.runtime.request_context import Context
 
 Generate = Callable[..., AsyncIterator[Any]]
+Handle = Callable[[Any, Context], AsyncIterator[Any]]
+Adapter = Callable[[Handle, Any, Context], AsyncIterator[Any]]
+"""Answers a request of other processes, as it came, by items of the plane's type, for which it asks the handler."""
 _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
 _log = logging.getLogger(__name__)
 _is_label = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*").fullmatch
@@ -50,6 +54,7 @@ class ServedEndpoint:
         is_graceful: bool = True,
         labels: Sequence[tuple[str, str]] = (),
         health_check_payload: Mapping[str, Any] | None = None,
+        adapters: Mapping[instances.EndpointName, Adapter] = MappingProxyType({}),
         clock: clocks.Clock,
     ) -> None:
         """`is_graceful`: its requests under way may end when the process drains. Raises ConfigError."""
@@ -65,6 +70,7 @@ class ServedEndpoint:
         self.num_errors: dict[str, metrics.FastNumber] = {}  # by code
         self._handler = handler
         self._takes_context = "context" in inspect.signature(handler).parameters
+        self._adapters = adapters
         self._payload = health_check_payload
         self._clock = clock
         self._answered_at = clock.now()
@@ -81,7 +87,8 @@ class ServedEndpoint:
         task = self._tasks.start(f"answer {call.endpoint}", self._answer(call, context))
         self._calls[task] = call
         task.add_done_callback(self._calls.pop)
-        call.on_signal(lambda _: context.stop_generating())
+        if self.name not in self._adapters:  # which would have signals of its own
+            call.on_signal(lambda _: context.stop_generating())
         call.on_cancel(lambda: _cancel(task, context))
 
     def end_calls(self, error: errors.DynamoError) -> None:
@@ -133,16 +140,20 @@ class ServedEndpoint:
             request = msgspec.msgpack.decode(call.body)
         except wire.DECODE_ERRORS as error:
             raise errors.InvalidRequest(f"expected a request in msgpack: {error}") from error
-        items = self._handle(request, context)
+        adapter = self._adapters.get(self.name)
+        if adapter is None:
+            items, send = self._handle(request, context), call.reply
+        else:
+            items, send = adapter(self._handle, request, context), call.send
         try:
             async for item in items:
-                call.reply(item)
+                send(item)
                 self.is_ready, self._answered_at = self._end is None, self._clock.now()
                 if context.is_stopped():
                     call.finish()
                     break
         finally:
-            await _close(items)
+            await close_items(items)
 
     def _handle(self, request: Any, context: Context) -> AsyncIterator[Any]:
         return self._handler(request, **({"context": context} if self._takes_context else {}))
@@ -176,7 +187,7 @@ class ServedEndpoint:
                     async for _ in items:
                         return True
                 finally:
-                    await _close(items)
+                    await close_items(items)
         except TimeoutError:
             reason = f"no item within {answer_s:g} s"
         except asyncio.CancelledError:
@@ -194,6 +205,7 @@ class ServedEndpoints:
 
     def __init__(self, clock: clocks.Clock, traffic: requests.Traffic) -> None:
         self.check: EndpointCheck | None = None  # None: payloads are not sent
+        self.adapters: dict[instances.EndpointName, Adapter] = {}
         self._clock = clock
         self._traffic = traffic
         self._began_at = clock.now()
@@ -277,7 +289,7 @@ def _check(labels: Sequence[tuple[str, str]], payload: object) -> None:
         )
 
 
-async def _close(items: AsyncIterator[Any]) -> None:
+async def close_items(items: AsyncIterator[Any]) -> None:
     """End a handler that may have more items."""
     close = getattr(items, "aclose", None)
     if close is not None:
