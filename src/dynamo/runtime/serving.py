@@ -111,7 +111,8 @@ class ServedEndpoint:
             self._tasks.start(f"check {self.name}", self._check(check, self._payload))
 
     async def _answer(self, call: requests.Call, context: Context) -> None:
-        began_at, error = self._clock.now(), None
+        began_at = self._clock.now()
+        error: errors.DynamoError | None = None
         self.num_requests.inc()
         self.num_bytes.inc(memoryview(call.body).nbytes)
         self.num_open.inc()
@@ -141,10 +142,12 @@ class ServedEndpoint:
         except wire.DECODE_ERRORS as error:
             raise errors.InvalidRequest(f"expected a request in msgpack: {error}") from error
         adapter = self._adapters.get(self.name)
-        if adapter is None:
-            items, send = self._handle(request, context), call.reply
-        else:
-            items, send = adapter(self._handle, request, context), call.send
+        send: Callable[[Any], None] = call.reply if adapter is None else call.send
+        items = (
+            self._handle(request, context)
+            if adapter is None
+            else adapter(self._handle, request, context)
+        )
         try:
             async for item in items:
                 send(item)
