@@ -54,6 +54,7 @@ class ModelTypes(enum.Flag):
     Images = enum.auto()
     Audios = enum.auto()
     Videos = enum.auto()
+    Backend = Chat | Completions  # of versions before 0.5
 
 
 class EngineDescription:
@@ -163,6 +164,13 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         runtime.served.adapters[endpoint.name] = adapter
     card = await adapter.files.share(card, endpoint.name)
     await runtime.records.attach(*card.record_for(_instance_of(endpoint)))
+
+
+async def register_llm(*arguments: Any, **options: Any) -> None:
+    """Publish a model as `register_model`; the input may be left out, as in versions of Dynamo before 0.5."""
+    if arguments and isinstance(arguments[0], ModelTypes):
+        arguments = (ModelInput.Tokens, *arguments)
+    await register_model(*arguments, **options)
 
 
 async def unregister_model(endpoint: naming.Endpoint, lora_name: str | None = None) -> None:
@@ -300,4 +308,4 @@ def _trained_context(directory: Path) -> int:
 
 # the names of NVIDIA Dynamo, by which users import them
 ModelType, ModelRuntimeConfig = ModelTypes, EngineDescription
-register_llm, unregister_llm, fetch_llm = register_model, unregister_model, fetch_model
+unregister_llm, fetch_llm = unregister_model, fetch_model

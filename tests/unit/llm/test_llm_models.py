@@ -1,6 +1,7 @@
 """A user's handler is a worker of a model: it gets tokens and gives tokens."""
 
 import asyncio
+import importlib
 import json
 
 import msgspec
@@ -12,6 +13,7 @@ from dynamo.llm import (
     ModelRuntimeConfig,
     ModelType,
     RouterMode,
+    exceptions,
     fetch_model,
     models,
     register_llm,
@@ -19,7 +21,7 @@ from dynamo.llm import (
     unregister_model,
 )
 from dynamo.protocols import blocks, generate, instances, model_card
-from dynamo.runtime import component
+from dynamo.runtime import component, request_context
 from waiting import PATIENT_S, until
 
 NAME = "dynamo.backend.generate"
@@ -159,6 +161,34 @@ async def test_context_length_is_that_of_the_model(runtime):
     with open(f"{directory}/config.json") as file:
         assert card.context_length == json.load(file)["max_position_embeddings"]
     assert card.display_name == "storyteller"
+
+
+async def test_model_is_registered_as_before_version_05(runtime):
+    await register_llm(ModelType.Backend, runtime.endpoint(NAME), "storyteller", "old")
+    (card,) = await cards_of(runtime)
+
+    assert card.display_name == "old"
+    assert card.model_type == (model_card.ModelType.CHAT, model_card.ModelType.COMPLETIONS)
+
+
+async def test_handler_fails_a_request_by_dynamos_errors(runtime, running):
+    async def handler(asked):
+        raise exceptions.InvalidArgument("no such voice")
+        yield
+
+    with pytest.raises(errors.InvalidRequest, match="no such voice"):
+        await answer(runtime, running, handler, request(1))
+    assert issubclass(exceptions.EngineShutdown, errors.WorkerLost)  # the request migrates
+
+
+def test_names_are_those_of_the_bindings_module():
+    core = importlib.import_module("dynamo._core")
+
+    assert core.Context is request_context.Context
+    assert core.register_model is register_model
+    assert core.InvalidArgument is errors.InvalidRequest
+    with pytest.raises(AttributeError, match="no attribute 'KvRouter'"):
+        core.KvRouter  # noqa: B018
 
 
 @pytest.mark.parametrize(
