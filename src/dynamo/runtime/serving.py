@@ -31,6 +31,7 @@ Handle = Callable[[Any, Context], AsyncIterator[Any]]
 Adapter = Callable[[Handle, Any, Context], AsyncIterator[Any]]
 """Answers a request of other processes, as it came, by items of the plane's type, for which it asks the handler."""
 _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
+_ITEMS_AT_ONCE = 128  # then others get their turn, even if the handler waits for nothing
 _log = logging.getLogger(__name__)
 _is_label = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*").fullmatch
 
@@ -149,8 +150,12 @@ class ServedEndpoint:
             else adapter(self._handle, request, context)
         )
         try:
+            num_items = 0
             async for item in items:
                 send(item)
+                num_items += 1
+                if not num_items % _ITEMS_AT_ONCE:
+                    await asyncio.sleep(0)
                 self.is_ready, self._answered_at = self._end is None, self._clock.now()
                 if context.is_stopped():
                     call.finish()

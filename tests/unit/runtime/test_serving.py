@@ -67,6 +67,28 @@ async def test_handler_that_waits_for_something_cancelled_fails_its_request(serv
     assert "the handler of ns/backend/generate failed" in caplog.text
 
 
+async def test_handler_that_waits_for_nothing_lets_others_have_their_turn(service):
+    num_turns = 0
+
+    async def take_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def handler(request):
+        for _ in range(1000):
+            yield num_turns
+
+    _, client = await service.serve(handler)
+    others = asyncio.ensure_future(take_turns())
+    turns = await values(await client.generate("hi"))
+    others.cancel()
+
+    assert len(turns) == 1000
+    assert turns[-1] - turns[0] >= 5
+
+
 async def test_requests_of_an_endpoint_that_is_served_no_longer_are_lost(service):
     serving_task, client = await service.serve(begin_and_wait)
     (instance_id,) = client.instance_ids()
