@@ -156,6 +156,7 @@ class DistributedRuntime:
         self.engine_routes: dict[str, system_port.EngineRoute] = {}
         self.stop_requested = asyncio.Event()
         self._clients: list[client.EndpointClient] = []
+        self._shared_clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
     @classmethod
     async def open(
@@ -280,6 +281,12 @@ class DistributedRuntime:
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
         await self.records.restore()
+
+    def shared_client(self, name: instances.EndpointName) -> client.EndpointClient:
+        """Return the one client of this endpoint that all which ask for it so share, until this runtime is closed."""
+        if name not in self._shared_clients:
+            self._shared_clients[name] = self.client(name)
+        return self._shared_clients[name]
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return a client that follows an endpoint; it is closed with this runtime, if not before."""

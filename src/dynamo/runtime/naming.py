@@ -51,8 +51,8 @@ class Registrar(Protocol):
         """Answer an endpoint and publish this instance."""
         ...
 
-    def client(self, name: instances.EndpointName) -> clients.EndpointClient:
-        """Return a client that follows an endpoint."""
+    def shared_client(self, name: instances.EndpointName) -> clients.EndpointClient:
+        """Return the client that follows an endpoint."""
         ...
 
 
@@ -163,7 +163,9 @@ class Endpoint:
                 "RouterMode.KV: a client of an endpoint cannot choose by cached prefixes; ask python -m dynamo.router"
             )
         is_random = router_mode is RouterMode.Random
-        return Client(self.runtime.client(self.name), "random" if is_random else "round-robin")
+        return Client(
+            self.runtime.shared_client(self.name), "random" if is_random else "round-robin"
+        )
 
 
 class Annotated:

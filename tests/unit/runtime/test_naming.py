@@ -225,3 +225,16 @@ async def test_endpoint_leaves_discovery_and_comes_back(rig):
 
     assert kept == client.instance_ids() == [endpoint.connection_id()]
     assert await values(await client.generate("hi")) == ["hi"]
+
+
+async def test_clients_of_an_endpoint_share_what_follows_it(rig):
+    async def handler(request):
+        yield request
+
+    client = await rig.client(handler)
+    num_tasks = len(asyncio.all_tasks())
+    others = [await rig.endpoint("generate").client() for _ in range(10)]
+
+    assert len(asyncio.all_tasks()) == num_tasks
+    assert {tuple(other.instance_ids()) for other in others} == {tuple(client.instance_ids())}
+    assert await values(await others[-1].generate("hi")) == ["hi"]
