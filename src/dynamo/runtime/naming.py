@@ -145,6 +145,11 @@ class Endpoint:
         """Return the id of this process as an instance."""
         return self.runtime.instance_id
 
+    @property
+    def metrics(self) -> serving.RuntimeMetrics:
+        """The way to show further metrics at the system port."""
+        return serving.RuntimeMetrics(self.runtime.served)
+
     async def unregister_endpoint_instance(self) -> None:
         """Remove this endpoint of this process from discovery; requests that still come are answered."""
         await self.runtime.records.withdraw_endpoint(self.name)

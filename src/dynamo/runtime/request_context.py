@@ -71,7 +71,11 @@ class Context:
         """The id of the span of the caller, 16 hexadecimal digits; None without a trace."""
         return self._trace.span_id if self._trace is not None else None
 
+    def trace_headers(self) -> dict[str, str] | None:
+        """Return the headers that carry the trace to an engine; None without a trace."""
+        return self._trace.headers() if self._trace is not None else None
+
     @property
     def headers(self) -> Mapping[str, str]:
         """The headers by which another process names this request."""
-        return {_ID_HEADER: self._id, **(self._trace.headers() if self._trace is not None else {})}
+        return {_ID_HEADER: self._id, **(self.trace_headers() or {})}

@@ -218,6 +218,7 @@ class ServedEndpoints:
         self._traffic = traffic
         self._began_at = clock.now()
         self._endpoints: list[ServedEndpoint] = []
+        self._foreign_metrics: list[Callable[[], str]] = []
 
     @property
     def uptime_s(self) -> float:
@@ -280,7 +281,34 @@ class ServedEndpoints:
             durations.adopt(endpoint.durations, *values)
             for code, number in endpoint.num_errors.items():
                 num_errors.adopt(number, *values, code)
-        return registry.render()
+        return b"".join([registry.render(), *map(_render_foreign, self._foreign_metrics)])
+
+    def add_metrics(self, render_text: Callable[[], str]) -> None:
+        """Show metrics that the service counts itself, as text in Prometheus's format."""
+        self._foreign_metrics.append(render_text)
+
+
+class RuntimeMetrics:
+    """`endpoint.metrics` of NVIDIA Dynamo's bindings: the metrics that a service counts itself."""
+
+    def __init__(self, served: ServedEndpoints) -> None:
+        self._served = served
+
+    def register_prometheus_expfmt_callback(self, callback: Callable[[], str]) -> None:
+        """Append the text of `callback` to /metrics of the system port, each time it is asked for."""
+        self._served.add_metrics(callback)
+
+    def register_prometheus_typed_callback(self, callback: Callable[[], Any]) -> None:
+        """Do nothing: metrics are not pushed by OTLP here."""
+
+
+def _render_foreign(render_text: Callable[[], str]) -> bytes:
+    """Return metrics of the service's own; none, and a line of the log, if they cannot be rendered."""
+    try:
+        return render_text().rstrip("\n").encode() + b"\n"
+    except Exception:  # noqa: BLE001 (the supervisor of a user's function)
+        _log.exception("metrics of the service are left out")
+        return b""
 
 
 def _check(labels: Sequence[tuple[str, str]], payload: object) -> None:

@@ -194,6 +194,8 @@ async def test_context_knows_the_trace_of_its_caller(rig):
         ["a" * 32, None, "b" * 16]
     ]
     assert await values(await client.generate("hi")) == [[None, None, None]]
+    assert Context(headers=trace).trace_headers() == trace
+    assert Context().trace_headers() is None
 
 
 async def test_endpoint_is_found_by_its_path_and_knows_its_component():

@@ -155,6 +155,19 @@ async def test_metrics_have_the_labels_of_their_endpoint(service):
     assert text.count("# TYPE dynamo_component_requests_total counter") == 1
 
 
+async def test_metrics_of_the_service_stand_behind_those_of_its_endpoints(service, caplog):
+    def fail():
+        raise OSError("no such counter")
+
+    for render in (fail, lambda: "# TYPE mine counter\nmine_total 3"):
+        service.runtime.endpoint(NAME).metrics.register_prometheus_expfmt_callback(render)
+    text = service.runtime.served.render().decode()
+
+    assert text.startswith("# HELP dynamo_component_uptime_seconds")
+    assert text.endswith("\n# TYPE mine counter\nmine_total 3\n")
+    assert "metrics of the service are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
