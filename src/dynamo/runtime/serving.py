@@ -113,14 +113,18 @@ class ServedEndpoint:
 
     async def _answer(self, call: requests.Call, context: Context) -> None:
         began_at = self._clock.now()
-        error: errors.DynamoError | None = None
+        # unless the handler completes the answer; GeneratorExit is how Dynamo's handlers say that their engine ends
+        error: errors.DynamoError | None = errors.WorkerLost(f"{self.name} is ending: ask another")
         self.num_requests.inc()
         self.num_bytes.inc(memoryview(call.body).nbytes)
         self.num_open.inc()
         try:
             await self._send_items(call, context)
+            error = None
         except errors.DynamoError as failure:
             error = failure
+        except GeneratorExit:
+            _log.warning("the engine behind %s ended", self.name.path)
         except asyncio.CancelledError as failure:
             if _is_cancelled():
                 error = self._end or errors.Cancelled("the caller went away")

@@ -67,6 +67,20 @@ async def test_handler_that_waits_for_something_cancelled_fails_its_request(serv
     assert "the handler of ns/backend/generate failed" in caplog.text
 
 
+async def test_answer_of_an_engine_that_ends_is_not_complete(service, caplog):
+    async def handler(request):
+        yield "begun"
+        raise GeneratorExit("engine was shut down during token generation")
+
+    _, client = await service.serve(handler)
+    stream = await client.generate("hi")
+
+    assert (await anext(stream)).data() == "begun"
+    with pytest.raises(errors.WorkerLost, match="is ending: ask another"):
+        await anext(stream)
+    assert "the engine behind ns/backend/generate ended" in caplog.text
+
+
 async def test_handler_that_waits_for_nothing_lets_others_have_their_turn(service):
     num_turns = 0
 
