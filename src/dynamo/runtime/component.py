@@ -238,9 +238,9 @@ class DistributedRuntime:
         return naming.Namespace(self, name or self._parts.settings.namespace)
 
     def endpoint(self, path: str) -> naming.Endpoint:
-        """Return an endpoint by `namespace.component.endpoint`, with or without `dyn://`. Raises ConfigError."""
+        """Return an endpoint by `namespace.component.endpoint`, with or without `dyn://`, as `Component.endpoint`."""
         url = path if path.startswith("dyn://") else f"dyn://{path}"
-        return naming.Endpoint(self, instances.EndpointName.parse(url))
+        return naming.Endpoint(self, instances.EndpointName.parse(url.lower()))
 
     def shutdown(self) -> None:
         """Let a process of `dynamo_worker` finish its requests and end, as SIGTERM does."""

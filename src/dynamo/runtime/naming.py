@@ -80,8 +80,11 @@ class Component:
         """Do nothing: an endpoint needs no more than to be served. NVIDIA Dynamo wanted this call before it."""
 
     def endpoint(self, name: str) -> "Endpoint":
-        """Return an endpoint of this component. Raises ConfigError for a name with other than a-z, 0-9, - and _."""
-        url = f"dyn://{self._namespace}.{self.name}.{name}"
+        """Return an endpoint of this component; capitals in its name, and in those before, are those of small letters.
+
+        Raises ConfigError for other characters than letters, digits, - and _.
+        """
+        url = f"dyn://{self._namespace}.{self.name}.{name}".lower()
         return Endpoint(self._runtime, instances.EndpointName.parse(url))
 
 

@@ -204,6 +204,10 @@ async def test_endpoint_is_found_by_its_path_and_knows_its_component():
 
         assert runtime.endpoint("dyn://ns.backend.generate").name == endpoint.name
         assert endpoint.component().endpoint("generate").name == endpoint.name
+        assert runtime.endpoint("ns.Backend.generate").name == endpoint.name  # as a service's class
+        assert (
+            runtime.namespace("NS").component("Backend").endpoint("Generate").name == endpoint.name
+        )
         assert endpoint.connection_id() == runtime.instance_id
         with pytest.raises(errors.ConfigError, match="is no endpoint"):
             runtime.endpoint("backend.generate")
