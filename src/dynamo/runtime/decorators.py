@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.base import config, draining, errors, process_setup, tasks
+from dynamo.base import addresses, config, draining, errors, process_setup, tasks
 from dynamo.runtime import component, reachability, serving, system_port
 
 DEFAULT_SYSTEM_PORT = 9090  # NVIDIA Dynamo's
@@ -21,8 +21,10 @@ class UserServiceConfig(component.RuntimeConfig):
     """A process of `dynamo_worker`, which reads DYN_* variables and no flags."""
 
     system_host: str = config.setting("127.0.0.1", help="address of the system port")
-    system_port: int | None = config.setting(
-        None, help="port of /live, /health, /metrics and commands (default: none)", least=0
+    system_port: addresses.PortRange | None = config.setting(  # noqa: RUF009 (a declaration)
+        None,
+        help="port of /live, /health, /metrics and commands, or a range of which the first free one is used; 0: any,"
+        " -1 (default): none",
     )
     system_enabled: bool | None = config.setting(
         None, help="serve the system port, at 9090 without DYN_SYSTEM_PORT; 0: serve none"
@@ -47,15 +49,13 @@ class UserServiceConfig(component.RuntimeConfig):
     )
 
     @property
-    def used_system_port(self) -> int | None:
-        """The port of /health; None: there is no system port."""
+    def used_system_port(self) -> addresses.PortRange | None:
+        """The ports of which /health takes the first free one; None: there is no system port."""
         if self.system_enabled is False:
             return None
-        return (
-            DEFAULT_SYSTEM_PORT
-            if self.system_enabled and self.system_port is None
-            else self.system_port
-        )
+        if self.system_enabled and self.system_port is None:
+            return addresses.PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
+        return self.system_port
 
     @property
     def endpoint_check(self) -> serving.EndpointCheck | None:

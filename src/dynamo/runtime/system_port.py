@@ -6,13 +6,14 @@ GET /metrics         the metrics of its endpoints, in Prometheus's format
 GET, POST /engine/*  what `DistributedRuntime.register_engine_route` registered
 """
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.observability import metrics
 from dynamo.protocols import wire
 from dynamo.runtime import serving
@@ -57,9 +58,12 @@ class ServiceSystemPort:
         )
         self._server = server.HttpServer(guard, error_body=server.plain_error)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen and return the port, which the system chooses for 0. Raises ConfigError if the port is taken."""
-        return await self._server.start(host, port, port_flag="another DYN_SYSTEM_PORT")
+    async def start(self, host: str, ports: addresses.PortRange) -> int:
+        """Listen at the first free port and return it; 0 is any. Raises ConfigError if none is free."""
+        for port in range(ports.first, ports.last):
+            with contextlib.suppress(errors.ConfigError):
+                return await self._server.start(host, port)
+        return await self._server.start(host, ports.last, port_flag="another DYN_SYSTEM_PORT")
 
     async def close(self) -> None:
         """Stop listening and close the connections."""

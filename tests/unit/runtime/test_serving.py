@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from dynamo.base import errors, tasks
-from dynamo.runtime import component, serving, system_port
+from dynamo.base import addresses, config, errors, tasks
+from dynamo.runtime import component, decorators, serving, system_port
 from dynamo.testing import clock
 from waiting import PATIENT_S, until
 
@@ -244,7 +244,7 @@ class Port:
         )
 
     async def __aenter__(self):
-        self._port = await self._served.start("127.0.0.1", 0)
+        self._port = await self._served.start("127.0.0.1", addresses.ANY_PORT)
         return self
 
     async def __aexit__(self, *_):
@@ -292,3 +292,20 @@ async def test_system_port_gives_the_commands_that_the_service_registered(servic
     assert answer == (200, b'{"status":"ok","steps":3}')
     assert (failed, unknown, malformed, of_a_page) == (500, 404, 400, 403)
     assert b"ValueError: steps?" in message
+
+
+@pytest.mark.parametrize(
+    ("environ", "ports"),
+    [
+        ({}, None),
+        ({"DYN_SYSTEM_PORT": "-1"}, None),
+        ({"DYN_SYSTEM_PORT": "8081-8089"}, addresses.PortRange(8081, 8089)),
+        ({"DYN_SYSTEM_ENABLED": "true"}, addresses.PortRange(9090, 9090)),
+        ({"DYN_SYSTEM_ENABLED": "0", "DYN_SYSTEM_PORT": "8081"}, None),
+    ],
+)
+def test_system_port_of_a_service_is_set_as_a_workers(environ, ports):
+    settings = config.load(decorators.UserServiceConfig, prog="dynamo", argv=(), environ=environ)
+
+    assert settings.used_system_port == ports
+    assert settings.endpoint_check is None
