@@ -230,7 +230,9 @@ class ServedEndpoints:
         return self._clock.now() - self._began_at
 
     def add(self, endpoint: ServedEndpoint) -> None:
-        """Show an endpoint until `discard`."""
+        """Show an endpoint until `discard`. Raises LocalProtocolError for a second one of the same name."""
+        if any(other.name == endpoint.name for other in self._endpoints):
+            raise errors.LocalProtocolError(f"{endpoint.name} is served already in this process")
         self._endpoints.append(endpoint)
 
     def discard(self, endpoint: ServedEndpoint) -> None:

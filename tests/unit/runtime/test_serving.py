@@ -67,6 +67,19 @@ async def test_handler_that_waits_for_something_cancelled_fails_its_request(serv
     assert "the handler of ns/backend/generate failed" in caplog.text
 
 
+async def test_second_service_of_an_endpoint_is_refused_and_the_first_stays(service):
+    async def handler(request):
+        yield request
+
+    _, client = await service.serve(handler)
+    before = await service.runtime.discovery.get_prefix("v1/")
+    with pytest.raises(errors.LocalProtocolError, match="is served already in this process"):
+        await service.runtime.endpoint(NAME).serve_endpoint(handler)
+
+    assert await service.runtime.discovery.get_prefix("v1/") == before
+    assert await values(await client.generate("hi")) == ["hi"]
+
+
 async def test_answer_of_an_engine_that_ends_is_not_complete(service, caplog):
     async def handler(request):
         yield "begun"
