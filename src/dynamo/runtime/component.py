@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.base import addresses, clock, config, distribution, ids, membership, tasks
+from dynamo.base import addresses, clock, config, distribution, errors, ids, membership, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
 from dynamo.runtime import (
@@ -126,6 +126,15 @@ class MemoryCluster:
 
 class DistributedRuntime:
     """Discovery, request plane and event plane under one instance id. Closing it closes all three."""
+
+    def __new__(cls, *arguments: object, **parts: object) -> "DistributedRuntime":
+        """Raise ConfigError for the arguments of NVIDIA Dynamo's bindings: joining the cluster has to be awaited."""
+        if arguments:
+            raise errors.ConfigError(
+                "DistributedRuntime(event_loop, discovery, ...) cannot be made here: decorate the main function with"
+                " @dynamo_worker(), which reads DYN_DISCOVERY_BACKEND and DYN_REQUEST_PLANE"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -148,6 +148,8 @@ class Endpoint:
         """Return the id of this process as an instance."""
         return self.runtime.instance_id
 
+    lease_id = connection_id  # its name before version 0.8
+
     @property
     def metrics(self) -> serving.RuntimeMetrics:
         """The way to show further metrics at the system port."""

@@ -208,7 +208,7 @@ async def test_endpoint_is_found_by_its_path_and_knows_its_component():
         assert (
             runtime.namespace("NS").component("Backend").endpoint("Generate").name == endpoint.name
         )
-        assert endpoint.connection_id() == runtime.instance_id
+        assert endpoint.connection_id() == endpoint.lease_id() == runtime.instance_id
         with pytest.raises(errors.ConfigError, match="is no endpoint"):
             runtime.endpoint("backend.generate")
         with pytest.raises(errors.ConfigError, match=r"dynamo\.router"):
@@ -244,3 +244,8 @@ async def test_clients_of_an_endpoint_share_what_follows_it(rig):
     assert len(asyncio.all_tasks()) == num_tasks
     assert {tuple(other.instance_ids()) for other in others} == {tuple(client.instance_ids())}
     assert await values(await others[-1].generate("hi")) == ["hi"]
+
+
+def test_runtime_that_is_made_as_in_the_bindings_is_refused_with_what_to_write():
+    with pytest.raises(errors.ConfigError, match=r"decorate the main function with @dynamo_worker"):
+        component.DistributedRuntime(None, "etcd", False)
