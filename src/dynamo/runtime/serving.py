@@ -231,7 +231,7 @@ class ServedEndpoints:
 
     def add(self, endpoint: ServedEndpoint) -> None:
         """Show an endpoint until `discard`. Raises LocalProtocolError for a second one of the same name."""
-        if any(other.name == endpoint.name for other in self._endpoints):
+        if any(served.name == endpoint.name for served in self._endpoints):
             raise errors.LocalProtocolError(f"{endpoint.name} is served already in this process")
         self._endpoints.append(endpoint)
 
