@@ -270,6 +270,7 @@ class Port:
         writer.write("\r\n".join(lines).encode() + body)
         head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
+        await writer.wait_closed()
         return int(head.split()[1]), answer
 
 
