@@ -268,8 +268,11 @@ class Client:
 
     async def wait_for_instances(self, timeout_s: float = START_S) -> list[int]:
         """Wait until there is an instance and return their ids. Raises NoWorkers if none comes in time."""
-        await self._client.wait_for_instances(timeout_s)
-        return self.instance_ids()
+        while not (
+            instance_ids := self.instance_ids()
+        ):  # one may leave before this task has its turn
+            await self._client.wait_for_instances(timeout_s)
+        return instance_ids
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None

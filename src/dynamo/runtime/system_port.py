@@ -47,8 +47,8 @@ class ServiceSystemPort:
             ("GET", "/metrics"): lambda client: client.respond(
                 200, served.render(), content_type=metrics.CONTENT_TYPE
             ),
-            ("GET", f"{_ENGINE}*"): self._command,
-            ("POST", f"{_ENGINE}*"): self._command,
+            ("GET", f"{_ENGINE}**"): self._command,
+            ("POST", f"{_ENGINE}**"): self._command,
         }
         policy = browsers.BrowserPolicy(frozenset(), browsers.own_names())
         guard = browsers.BrowserGuard(

@@ -249,3 +249,23 @@ async def test_clients_of_an_endpoint_share_what_follows_it(rig):
 def test_runtime_that_is_made_as_in_the_bindings_is_refused_with_what_to_write():
     with pytest.raises(errors.ConfigError, match=r"decorate the main function with @dynamo_worker"):
         component.DistributedRuntime(None, "etcd", False)
+
+
+async def test_instance_that_leaves_at_once_is_not_waited_for_in_vain(rig):
+    async def handler(request):
+        yield request
+
+    endpoint = rig.endpoint("generate")
+    client = await rig.client(handler)
+    await endpoint.unregister_endpoint_instance()
+    await until(lambda: not client.instance_ids())
+    waiting = asyncio.ensure_future(client.wait_for_instances(PATIENT_S))
+    await asyncio.sleep(0)
+    client._client._is_served.set()  # one came and left before the waiting task had its turn
+    client._client._is_served.clear()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await endpoint.register_endpoint_instance()
+
+    assert await waiting == [endpoint.connection_id()]

@@ -296,14 +296,16 @@ async def test_system_port_gives_the_commands_that_the_service_registered(servic
         return {"status": "ok", **body}
 
     service.runtime.register_engine_route("start_profile", start_profile)
+    service.runtime.register_engine_route("profile/start", start_profile)
     async with Port(service.runtime) as port:
         answer = await port.ask("/engine/start_profile", {"steps": 3})
+        nested = await port.ask("/engine/profile/start", {"steps": 3})
         failed, message = await port.ask("/engine/start_profile")
         unknown, _ = await port.ask("/engine/stop_profile")
         malformed, _ = await port.ask("/engine/start_profile", [1])
         of_a_page, _ = await port.ask("/engine/start_profile", {}, ["origin: https://evil.example"])
 
-    assert answer == (200, b'{"status":"ok","steps":3}')
+    assert answer == nested == (200, b'{"status":"ok","steps":3}')
     assert (failed, unknown, malformed, of_a_page) == (500, 404, 400, 403)
     assert b"ValueError: steps?" in message
 
