@@ -28,6 +28,7 @@ LANGUAGE = {
 }
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
 FACES: set[str] = {  # the __init__ files that may export names: the public face, and nothing else
+    "llm/__init__.py",  # `from dynamo.llm import register_model`, likewise
     "runtime/__init__.py",  # `from dynamo.runtime import DistributedRuntime`, as in Dynamo's bindings; lazily
     "sdk/__init__.py",  # `from dynamo.sdk import service`, as in Dynamo's SDK of 0.3
 }

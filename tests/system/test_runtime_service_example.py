@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import ports
 from waiting import PATIENT_S
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "runtime_service"
@@ -80,6 +81,85 @@ def test_service_that_is_written_for_nvidia_dynamo_runs(environ):
 
     assert (answer.stdout.splitlines(), answer.stderr) == (["Hello world!", "Hello sun!"], "")
     assert answer.returncode == 0
+
+
+# In the form of version 1: an endpoint by its path, the logs, and all that `serve_endpoint` takes.
+VERSION_1 = """
+import asyncio
+import logging
+import os
+import urllib.request
+from dynamo.runtime import DistributedRuntime, dynamo_worker
+from dynamo.runtime.logging import configure_dynamo_logging
+
+logger = logging.getLogger("my_service")
+configure_dynamo_logging(service_name="backend")
+
+async def generate(request, context):
+    logger.info("Received request: %s", request)
+    yield f"Hello {request}!"
+
+def read(path):
+    url = f"http://127.0.0.1:{os.environ['DYN_SYSTEM_PORT']}{path}"
+    with urllib.request.urlopen(url) as answer:
+        return answer.read().decode()
+
+async def profile(body):
+    return {"status": "ok"}
+
+@dynamo_worker(enable_nats=False)
+async def worker(runtime: DistributedRuntime):
+    runtime.register_engine_route("profile", profile)
+    endpoint = runtime.endpoint("hello_world.backend.generate")
+    serving = asyncio.create_task(
+        endpoint.serve_endpoint(
+            generate,
+            graceful_shutdown=False,
+            metrics_labels=[("model", "mine")],
+            health_check_payload={"prompt": "well?"},
+        )
+    )
+    client = await endpoint.client()
+    await client.wait_for_instances()
+    async for item in await client.generate("world"):
+        print(item.data())
+    while '"generate":"ready"' not in await asyncio.to_thread(read, "/health"):
+        await asyncio.sleep(0.01)
+    print(await asyncio.to_thread(read, "/engine/profile"))
+    metrics = await asyncio.to_thread(read, "/metrics")
+    print([line for line in metrics.splitlines() if "requests_total{" in line])
+    runtime.shutdown()
+    await serving
+
+async def main():
+    await worker()
+
+asyncio.run(main())
+"""
+
+
+def test_service_that_is_written_for_version_1_runs(environ):
+    answer = subprocess.run(
+        [sys.executable, "-c", VERSION_1],
+        env={**environ, "DYN_SYSTEM_PORT": str(ports.reserve()), "DYN_HEALTH_CHECK_ENABLED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=False,
+    )
+
+    assert (answer.returncode, answer.stdout.splitlines()) == (
+        0,
+        [
+            "Hello world!",
+            '{"status":"ok"}',
+            "['dynamo_component_requests_total{"
+            'dynamo_component="backend",dynamo_endpoint="generate",dynamo_namespace="hello_world",model="mine"} 1.0'
+            "']",
+        ],
+    ), answer.stderr
+    (line,) = answer.stderr.splitlines()
+    assert line.endswith("[backend] Received request: world")
 
 
 def test_public_face_of_the_runtime_imports_nothing_until_a_name_is_used(environ):

@@ -53,9 +53,9 @@ def reserve_open_files(num_connections: int) -> int:
     return max(1, min(num_connections, soft - RESERVED_FILES))
 
 
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process at once."""
-    stop = asyncio.Event()
+def stop_on_signals(event: asyncio.Event | None = None) -> asyncio.Event:
+    """Return `event`, or a new one, which the first SIGTERM or SIGINT sets; the second one ends the process at once."""
+    stop = event or asyncio.Event()
 
     def handle_signal(number: int) -> None:
         if stop.is_set():

@@ -18,6 +18,9 @@ from prometheus_client import core
 from dynamo.base import clock, errors
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+DURATION_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600,
+)  # fmt: skip
 
 Counter = prometheus_client.Counter
 Gauge = prometheus_client.Gauge

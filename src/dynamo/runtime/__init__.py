@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from dynamo.runtime.decorators import dynamo_worker as dynamo_worker
     from dynamo.runtime.naming import Client as Client
     from dynamo.runtime.naming import Component as Component
-    from dynamo.runtime.naming import Context as Context
     from dynamo.runtime.naming import Endpoint as Endpoint
     from dynamo.runtime.naming import Namespace as Namespace
+    from dynamo.runtime.request_context import Context as Context
 
 _MODULE_BY_NAME = {
     "DistributedRuntime": "component",
     "Client": "naming",
     "Component": "naming",
-    "Context": "naming",
+    "Context": "request_context",
     "Endpoint": "naming",
     "Namespace": "naming",
     "dynamo_endpoint": "decorators",

@@ -24,7 +24,18 @@ import msgspec
 from dynamo.base import addresses, clock, config, distribution, errors, ids, membership, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
-from dynamo.runtime import client, discovery, events, listening, naming, requests, services
+from dynamo.runtime import (
+    client,
+    discovery,
+    events,
+    instance_records,
+    listening,
+    naming,
+    requests,
+    services,
+    serving,
+    system_port,
+)
 from dynamo.runtime import credentials as credential_files
 from dynamo.runtime.backends import file, frame_connection, memory, multiplex, tcp, zmq
 from dynamo.runtime.backends.etcd import access as etcd_access
@@ -116,6 +127,15 @@ class MemoryCluster:
 class DistributedRuntime:
     """Discovery, request plane and event plane under one instance id. Closing it closes all three."""
 
+    def __new__(cls, *arguments: object, **parts: object) -> "DistributedRuntime":
+        """Raise ConfigError for the arguments of NVIDIA Dynamo's bindings: joining the cluster has to be awaited."""
+        if arguments:
+            raise errors.ConfigError(
+                "DistributedRuntime(event_loop, discovery, ...) cannot be made here: decorate the main function with"
+                " @dynamo_worker(), which reads DYN_DISCOVERY_BACKEND and DYN_REQUEST_PLANE"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         *,
@@ -140,10 +160,12 @@ class DistributedRuntime:
             self._tasks.start("watch credentials", parts.credential_watch.watch())
         self._parts = parts
         self._is_sibling = is_sibling
-        self._records: dict[str, bytes] = {}  # this instance's keys in discovery
-        self._is_withdrawn = False
-        self._publishing = asyncio.Lock()  # a record that changes is not restored in its old state
+        self.records = instance_records.InstanceRecords(registry, instance_id)
+        self.served = serving.ServedEndpoints(self.clock, plane.traffic)
+        self.engine_routes: dict[str, system_port.EngineRoute] = {}
+        self.stop_requested = asyncio.Event()
         self._clients: list[client.EndpointClient] = []
+        self._shared_clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
     @classmethod
     async def open(
@@ -224,6 +246,19 @@ class DistributedRuntime:
         """Return a namespace, by default that of the settings: the start of `namespace().component().endpoint()`."""
         return naming.Namespace(self, name or self._parts.settings.namespace)
 
+    def endpoint(self, path: str) -> naming.Endpoint:
+        """Return an endpoint by `namespace.component.endpoint`, with or without `dyn://`, as `Component.endpoint`."""
+        url = path if path.startswith("dyn://") else f"dyn://{path}"
+        return naming.Endpoint(self, instances.EndpointName.parse(url.lower()))
+
+    def shutdown(self) -> None:
+        """Let a process of `dynamo_worker` finish its requests and end, as SIGTERM does."""
+        self.stop_requested.set()
+
+    def register_engine_route(self, route_name: str, callback: system_port.EngineRoute) -> None:
+        """Answer /engine/`route_name` of the system port by `callback`: the JSON object of the body in, another out."""
+        self.engine_routes[route_name] = callback
+
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler, *attachments: Attachment
     ) -> instances.Instance:
@@ -237,48 +272,30 @@ class DistributedRuntime:
             transport={self.requests.name: address},
         )
         for key, record in [(instance.key, instance), *(make(instance) for make in attachments)]:
-            await self._put(key, record)
+            await self.records.put(key, record)
         return instance
 
     async def change_record(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
-        """Replace an attached record of a registered instance by what `change` makes of it; changes come in turn.
-
-        While discovery is away the change is published later. Raises Conflict while the instance is withdrawn or this
-        process is draining.
-        """
-        async with self._publishing:
-            before = self._records.get(key)
-            if self._is_withdrawn or before is None:
-                raise errors.Conflict("nobody is to find us now: try again when we serve")
-            try:
-                await self._put(key, change(before))
-            except errors.Unavailable as error:
-                _logger.warning("%s is published when discovery is back: %s", key, error)
-            except BaseException:
-                self._records[key] = before
-                raise
+        """Replace an attached record of a registered instance, as `InstanceRecords.change`. Raises Conflict."""
+        await self.records.change(key, change)
 
     async def deregister(self) -> None:
         """Remove all records of this instance, the last first, for good; its handlers still answer."""
-        await self.withdraw()
-        self._records.clear()
+        await self.records.deregister()
 
     async def withdraw(self) -> None:
         """Remove all records of this instance until `restore`; its handlers still answer."""
-        async with self._publishing:
-            self._is_withdrawn = True
-            for key in reversed(list(self._records)):
-                await self.discovery.delete(key)
+        await self.records.withdraw()
 
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
-        async with self._publishing:
-            for key, value in self._records.items():
-                try:
-                    await self.discovery.put(key, value)
-                except errors.Unavailable as error:
-                    _logger.warning("%s is published when discovery is back: %s", key, error)
-            self._is_withdrawn = False
+        await self.records.restore()
+
+    def shared_client(self, name: instances.EndpointName) -> client.EndpointClient:
+        """Return the one client of this endpoint that all which ask for it so share, until this runtime is closed."""
+        if name not in self._shared_clients:
+            self._shared_clients[name] = self.client(name)
+        return self._shared_clients[name]
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return a client that follows an endpoint; it is closed with this runtime, if not before."""
@@ -300,6 +317,7 @@ class DistributedRuntime:
         """
         await self.deregister()
         await self.clock.sleep(grace_s)
+        self.served.begin_drain()
         return await self.requests.drain(timeout_s)
 
     async def close(self) -> None:
@@ -324,10 +342,6 @@ class DistributedRuntime:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _put(self, key: str, record: msgspec.Struct) -> None:
-        self._records[key] = msgspec.json.encode(record)
-        await self.discovery.put(key, self._records[key])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,67 @@ import asyncio
 import functools
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from dynamo.base import config, errors, process_setup, tasks
-from dynamo.runtime import component, reachability
+from dynamo.base import addresses, config, draining, errors, process_setup, tasks
+from dynamo.runtime import component, reachability, serving, system_port
 
-DRAIN_S = 30.0
+DEFAULT_SYSTEM_PORT = 9090  # NVIDIA Dynamo's
 Main = Callable[..., Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserServiceConfig(component.RuntimeConfig):
+    """A process of `dynamo_worker`, which reads DYN_* variables and no flags."""
+
+    system_host: str = config.setting("127.0.0.1", help="address of the system port")
+    system_port: addresses.PortRange | None = config.setting(  # noqa: RUF009 (a declaration)
+        None,
+        help="port of /live, /health, /metrics and commands, or a range of which the first free one is used; 0: any,"
+        " -1 (default): none",
+    )
+    system_enabled: bool | None = config.setting(
+        None, help="serve the system port, at 9090 without DYN_SYSTEM_PORT; 0: serve none"
+    )
+    system_use_endpoint_health_status: tuple[str, ...] = config.setting(
+        (), help="endpoints that /health waits for (default: all that are served)"
+    )
+    health_check_enabled: bool = config.setting(
+        False, help="send an endpoint that is quiet its `health_check_payload`"
+    )
+    canary_wait_time: float = config.setting(
+        10.0, help="seconds without an item of an answer before the payload is sent", least=0.1
+    )
+    health_check_request_timeout: float = config.setting(
+        3.0, help="seconds for the first item of the answer to the payload", least=0.1
+    )
+    graceful_shutdown_timeout_s: float = draining.WORKER.option(
+        "seconds for running requests to finish after SIGTERM"
+    )
+    grace_period_s: float = draining.GRACE.option(
+        "seconds after SIGTERM in which new requests are still taken"
+    )
+
+    @property
+    def used_system_port(self) -> addresses.PortRange | None:
+        """The ports of which /health takes the first free one; None: there is no system port."""
+        if self.system_enabled is False:
+            return None
+        if self.system_enabled and self.system_port is None:
+            return addresses.PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
+        return self.system_port
+
+    @property
+    def endpoint_check(self) -> serving.EndpointCheck | None:
+        """The limits of the health check; None if it is switched off."""
+        if not self.health_check_enabled:
+            return None
+        return serving.EndpointCheck(
+            wait_s=self.canary_wait_time, answer_s=self.health_check_request_timeout
+        )
 
 
 class _EndedProcess(Coroutine[Any, Any, None]):
@@ -31,21 +83,30 @@ class _EndedProcess(Coroutine[Any, Any, None]):
         yield from ()
 
 
-def dynamo_worker(static: bool = False) -> Callable[[Main], Callable[..., _EndedProcess]]:
+def dynamo_worker(
+    static: bool = False, *, enable_nats: bool = True
+) -> Callable[[Main], Callable[..., Coroutine[Any, Any, None]]]:
     """Decorate `async def main(runtime, ...)`: the result is a function that runs it as a process of the cluster.
 
-    The settings come from DYN_* variables. SIGTERM or SIGINT takes the process out of discovery, lets open requests end
-    (30 s at most), and cancels `main`; a second signal ends the process at once. Raises ConfigError.
+    The settings come from DYN_* variables (`UserServiceConfig`). SIGTERM, SIGINT or `runtime.shutdown()` takes the
+    process out of discovery, lets open requests end (DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, 30 s), and cancels
+    `main`; a second signal ends the process at once. Raises ConfigError.
 
-    `static` is NVIDIA Dynamo's, for a process without discovery; here each has discovery.
+    Called where no event loop runs, the function returns when the process has ended, also inside of `asyncio.run`;
+    in a coroutine it has to be awaited.
+    `static` and `enable_nats` are NVIDIA Dynamo's, for a process without discovery or NATS; here each has discovery,
+    and DYN_REQUEST_PLANE and DYN_EVENT_PLANE say whether it uses NATS.
     """
 
-    del static
+    del static, enable_nats
 
-    def decorate(main: Main) -> Callable[..., _EndedProcess]:
+    def decorate(main: Main) -> Callable[..., Coroutine[Any, Any, None]]:
         @functools.wraps(main)
-        def run(*args: Any, **keywords: Any) -> _EndedProcess:
-            asyncio.run(_run(main, args, keywords))
+        def run(*args: Any, **keywords: Any) -> Coroutine[Any, Any, None]:
+            running = _run(main, args, keywords)
+            if _is_in_loop():
+                return running
+            asyncio.run(running)
             return _EndedProcess()
 
         return run
@@ -53,16 +114,37 @@ def dynamo_worker(static: bool = False) -> Callable[[Main], Callable[..., _Ended
     return decorate
 
 
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     settings = reachability.with_reachable_host(
-        config.load(component.RuntimeConfig, prog="dynamo", argv=()), os.environ
+        config.load(UserServiceConfig, prog="dynamo", argv=()), os.environ
     )
     async with await component.DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:
-        stop = process_setup.stop_on_signals()
-        running = own.start("the user's main", main(runtime, *args, **keywords))
-        running.add_done_callback(lambda _: stop.set())
-        await own.run_until(stop)
-        await runtime.drain(DRAIN_S if not running.done() else 0.0)
+        stop = process_setup.stop_on_signals(runtime.stop_requested)
+        runtime.served.check = settings.endpoint_check
+        served = system_port.ServiceSystemPort(
+            runtime.served,
+            runtime.engine_routes,
+            awaited=settings.system_use_endpoint_health_status,
+            is_stopping=stop.is_set,
+        )
+        try:
+            if settings.used_system_port is not None:
+                await served.start(settings.system_host, settings.used_system_port)
+            running = own.start("the user's main", main(runtime, *args, **keywords))
+            running.add_done_callback(lambda _: stop.set())
+            await own.run_until(stop)
+            limit_s, grace_s = settings.graceful_shutdown_timeout_s, settings.grace_period_s
+            await runtime.drain(*((0.0, 0.0) if running.done() else (limit_s, grace_s)))
+        finally:
+            await served.close()
 
 
 def dynamo_endpoint(

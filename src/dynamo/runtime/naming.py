@@ -1,6 +1,6 @@
 """Namespace, component and endpoint as objects, with the names of NVIDIA Dynamo's Python bindings, for user services.
 
-    endpoint = runtime.namespace("ns").component("backend").endpoint("generate")
+    endpoint = runtime.endpoint("ns.backend.generate")
     await endpoint.serve_endpoint(handler)          # handler: an async generator of JSON-like values
 
     client = await endpoint.client()
@@ -12,28 +12,38 @@
 """
 
 import asyncio
-import inspect
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
 
-import msgspec
-
-from dynamo.base import errors, ids, tasks
-from dynamo.protocols import instances, wire
+from dynamo.base import clock as clocks
+from dynamo.base import errors, ids
+from dynamo.protocols import instances
 from dynamo.runtime import client as clients
-from dynamo.runtime import requests
+from dynamo.runtime import instance_records, requests, serving
+from dynamo.runtime.request_context import Context
 
 START_S = 300.0  # how long `wait_for_instances` waits by default
-_log = logging.getLogger(__name__)
 _STOP = 1  # the signal of a client that wants no further items
-_ID_HEADER = "x-request-id"
-_FORWARDED = ("traceparent", "tracestate")
-Generate = Callable[..., AsyncIterator[Any]]
+
+
+class RouterMode(enum.Enum):
+    """The ways to choose an instance, with the names of NVIDIA Dynamo's bindings."""
+
+    RoundRobin = "round-robin"
+    Random = "random"
+    KV = "kv"
+    Direct = "direct"  # by the caller: `Client.direct`
 
 
 class Registrar(Protocol):
     """The part of a distributed runtime that endpoints use."""
+
+    instance_id: ids.InstanceId
+    clock: clocks.Clock
+    served: serving.ServedEndpoints
+    records: instance_records.InstanceRecords
 
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler
@@ -41,8 +51,8 @@ class Registrar(Protocol):
         """Answer an endpoint and publish this instance."""
         ...
 
-    def client(self, name: instances.EndpointName) -> clients.EndpointClient:
-        """Return a client that follows an endpoint."""
+    def shared_client(self, name: instances.EndpointName) -> clients.EndpointClient:
+        """Return the client that follows an endpoint."""
         ...
 
 
@@ -70,118 +80,187 @@ class Component:
         """Do nothing: an endpoint needs no more than to be served. NVIDIA Dynamo wanted this call before it."""
 
     def endpoint(self, name: str) -> "Endpoint":
-        """Return an endpoint of this component. Raises ConfigError for a name with other than a-z, 0-9, - and _."""
-        url = f"dyn://{self._namespace}.{self.name}.{name}"
+        """Return an endpoint of this component; capitals in its name, and in those before, are those of small letters.
+
+        Raises ConfigError for other characters than letters, digits, - and _.
+        """
+        url = f"dyn://{self._namespace}.{self.name}.{name}".lower()
         return Endpoint(self._runtime, instances.EndpointName.parse(url))
-
-
-class Context:
-    """One request, as its handler and the requests that it makes of others see it.
-
-    It is *stopped* when no further items are wanted, and *killed* when its client is gone.
-    """
-
-    def __init__(self, id: str | None = None, *, headers: Mapping[str, str] = {}) -> None:  # noqa: A002 (theirs; read only)
-        """`id` is made up if it is not given; `headers` are those of the request that a handler answers."""
-        self._id = id or headers.get(_ID_HEADER) or ids.new_request_id()
-        self._trace = {name: headers[name] for name in _FORWARDED if name in headers}
-        self._is_stopped = self._is_killed = False
-        self._waiting: set[asyncio.Future[bool]] = set()
-
-    def id(self) -> str:
-        """Return the id of the request, which it has in each process."""
-        return self._id
-
-    def is_stopped(self) -> bool:
-        """Return whether no further items are wanted."""
-        return self._is_stopped
-
-    def is_killed(self) -> bool:
-        """Return whether the client is gone."""
-        return self._is_killed
-
-    def stop_generating(self) -> None:
-        """Have the handler of the request end its answer behind the present item. Idempotent."""
-        self._is_stopped = True
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(True)
-
-    def kill(self) -> None:
-        """Take note that the client is gone. Idempotent."""
-        self._is_killed = True
-        self.stop_generating()
-
-    def async_killed_or_stopped(self) -> asyncio.Future[bool]:
-        """Return what is done when the request is killed or stopped; it may be cancelled."""
-        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if self._is_stopped:
-            waiting.set_result(True)
-        else:
-            self._waiting.add(waiting)
-            waiting.add_done_callback(self._waiting.discard)
-        return waiting
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The headers by which another process names this request."""
-        return {_ID_HEADER: self._id, **self._trace}
 
 
 class Endpoint:
     """A function that the processes of a component serve."""
 
     def __init__(self, runtime: Registrar, name: instances.EndpointName) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self.name = name
 
     async def serve_endpoint(
-        self, handler: Generate, *, on_listed: Callable[[], None] = lambda: None
+        self,
+        handler: serving.Generate,
+        graceful_shutdown: bool = True,
+        metrics_labels: Sequence[tuple[str, str]] | None = None,
+        health_check_payload: Mapping[str, Any] | None = None,
+        *,
+        on_listed: Callable[[], None] = lambda: None,
     ) -> None:
         """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
 
         A handler with a parameter `context` gets the `Context` of the request as well.
-        `on_listed` is called when discovery lists it.
+
+        When the process drains, requests under way are finished; without `graceful_shutdown` they end at once by
+        WorkerLost, so that their callers may ask another instance. `metrics_labels` are further labels of this
+        endpoint's metrics at the system port. `health_check_payload` is the request that a health check sends to the
+        handler (DYN_HEALTH_CHECK_ENABLED) when nothing was answered for DYN_CANARY_WAIT_TIME seconds; an answer that
+        fails makes /health say 503. Both need the system port of a process of `dynamo_worker`.
+        `on_listed` is called when discovery lists the endpoint.
 
         The request and each item are JSON-like values. A client that goes away cancels its handler. An error of
         `base.errors` reaches the client as it is; any other is logged here and reaches it as a DynamoError.
+        Raises ConfigError.
         """
-        takes_context = "context" in inspect.signature(handler).parameters
-        async with tasks.Tasks() as running:
-
-            def start_call(call: requests.Call) -> None:
-                context = Context(headers=call.headers)
-                keywords = {"context": context} if takes_context else {}
-                answering = _answer(call, context, lambda request: handler(request, **keywords))
-                task = running.start(f"answer {call.endpoint}", answering)
-                call.on_signal(lambda _: context.stop_generating())
-                call.on_cancel(lambda: _cancel(task, context))
-
-            await self._runtime.register(self.name, start_call)
+        served = serving.ServedEndpoint(
+            self.name,
+            handler,
+            is_graceful=graceful_shutdown,
+            labels=metrics_labels or (),
+            health_check_payload=health_check_payload,
+            adapters=self.runtime.served.adapters,
+            clock=self.runtime.clock,
+        )
+        self.runtime.served.add(served)
+        try:
+            await self.runtime.register(self.name, served.start_call)
             on_listed()
+            served.start_checks(self.runtime.served.check)
             await asyncio.Event().wait()
+        finally:
+            self.runtime.served.discard(served)
+            with contextlib.suppress(errors.Unavailable):  # the lease ends
+                await self.runtime.records.deregister_endpoint(self.name)
+            await served.close()
 
-    async def client(self) -> "Client":
-        """Return a client that follows the instances of this endpoint."""
-        return Client(self._runtime.client(self.name))
+    def component(self) -> Component:
+        """Return the component that this endpoint belongs to."""
+        return Component(self.runtime, self.name.namespace, self.name.component)
+
+    def connection_id(self) -> int:
+        """Return the id of this process as an instance."""
+        return self.runtime.instance_id
+
+    lease_id = connection_id  # its name before version 0.8
+
+    @property
+    def metrics(self) -> serving.RuntimeMetrics:
+        """The way to show further metrics at the system port."""
+        return serving.RuntimeMetrics(self.runtime.served)
+
+    async def unregister_endpoint_instance(self) -> None:
+        """Remove this endpoint of this process from discovery; requests that still come are answered."""
+        await self.runtime.records.withdraw_endpoint(self.name)
+
+    async def register_endpoint_instance(self) -> None:
+        """Publish this endpoint of this process again, after `unregister_endpoint_instance`."""
+        await self.runtime.records.restore_endpoint(self.name)
+
+    async def client(self, router_mode: RouterMode | None = None) -> "Client":
+        """Return a client that follows the instances of this endpoint; `router_mode` is that of its `generate`.
+
+        Raises ConfigError for RouterMode.KV: `python -m dynamo.router` chooses by cached prefixes.
+        """
+        if router_mode is RouterMode.KV:
+            raise errors.ConfigError(
+                "RouterMode.KV: a client of an endpoint cannot choose by cached prefixes; ask python -m dynamo.router"
+            )
+        is_random = router_mode is RouterMode.Random
+        return Client(
+            self.runtime.shared_client(self.name), "random" if is_random else "round-robin"
+        )
 
 
 class Annotated:
-    """One item of an answer."""
+    """One item of an answer. An error is raised by the iteration, so an item is never one."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, data: Any) -> None:
+        self._data = data
 
     def data(self) -> Any:
         """Return the value that the handler yielded."""
-        return self._value
+        return self._data
+
+    def is_error(self) -> bool:
+        """Return False."""
+        return False
+
+    def event(self) -> str | None:
+        """Return None: items have no name of an event here."""
+        return None
+
+    def comments(self) -> list[str] | None:
+        """Return None: items have no comments here."""
+        return None
+
+    def id(self) -> str | None:
+        """Return None: items have no id here."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"Annotated(data={self._data!r})"
+
+
+class ItemStream:
+    """The items of an answer, as they come. Closing or dropping it cancels the handler."""
+
+    def __init__(
+        self,
+        stream: requests.Stream,
+        receiver: requests.ItemReceiver[Any],
+        context: Context,
+        *,
+        annotated: bool,
+    ) -> None:
+        """Read the items of `stream`, which stops with the request of `context`, from its receiver."""
+        self._stream = stream
+        self._receiver = receiver
+        self._annotated = annotated
+        self._is_over = False
+        self._stopped = context.async_killed_or_stopped()
+        self._stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            item = await anext(self._receiver)
+        except BaseException:
+            self._end()
+            raise
+        return Annotated(item) if self._annotated else item
+
+    async def aclose(self) -> None:
+        """Cancel the handler, if it has not ended. Idempotent."""
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._stopped.get_loop().is_closed():
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._stream.cancel()
+            self._stopped.cancel()
 
 
 class Client:
     """The instances of an endpoint, and the ways to choose one for a request."""
 
-    def __init__(self, endpoint_client: clients.EndpointClient) -> None:
+    def __init__(self, endpoint_client: clients.EndpointClient, mode: clients.Mode) -> None:
         self._client = endpoint_client
+        self._mode: clients.Mode = mode
 
     def instance_ids(self) -> list[int]:
         """Return the ids of the present instances, in rising order."""
@@ -189,30 +268,34 @@ class Client:
 
     async def wait_for_instances(self, timeout_s: float = START_S) -> list[int]:
         """Wait until there is an instance and return their ids. Raises NoWorkers if none comes in time."""
-        await self._client.wait_for_instances(timeout_s)
-        return self.instance_ids()
+        while not (
+            instance_ids := self.instance_ids()
+        ):  # one may leave before this task has its turn
+            await self._client.wait_for_instances(timeout_s)
+        return instance_ids
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
-        """Send a request to any instance and return an iterator over its answer; as `round_robin`."""
-        return await self.round_robin(request, annotated, context)
+    ) -> ItemStream:
+        """Send a request to any instance, by the mode of this client; else as `round_robin`."""
+        return await self._open(request, annotated, context, mode=self._mode)
 
     async def round_robin(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
-        """Send a request to the next instance. Items are `Annotated`, or plain values if not `annotated`.
+    ) -> ItemStream:
+        """Send a request to the next instance and return an iterator over its answer.
 
-        Closing the iterator cancels the handler. With the `context` of another request it has the id of that one, and
-        is stopped with it. Iterating raises NoWorkers, WorkerLost or the handler's error.
+        Items are `Annotated`, or plain values if not `annotated`. Closing the iterator cancels the handler. With the
+        `context` of another request it has the id of that one, and is stopped with it. Raises NoWorkers or WorkerLost;
+        iterating raises WorkerLost or the handler's error.
         """
-        return _items(self._client, request, annotated, context)
+        return await self._open(request, annotated, context)
 
     async def random(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to a random instance; else as `round_robin`."""
-        return _items(self._client, request, annotated, context, mode="random")
+        return await self._open(request, annotated, context, mode="random")
 
     async def direct(
         self,
@@ -220,54 +303,22 @@ class Client:
         instance_id: int,
         annotated: bool = True,
         context: Context | None = None,
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to this instance; else as `round_robin`."""
-        return _items(self._client, request, annotated, context, instance_id=instance_id)
+        return await self._open(request, annotated, context, instance_id=instance_id)
 
-
-async def _items(
-    endpoint_client: clients.EndpointClient,
-    request: Any,
-    annotated: bool,
-    context: Context | None,
-    *,
-    mode: clients.Mode = "round-robin",
-    instance_id: int | None = None,
-) -> AsyncIterator[Any]:
-    context = context or Context()
-    receiver: requests.ItemReceiver[Any] = requests.ItemReceiver(object)
-    stream = await endpoint_client.open(
-        request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
-    )
-    stopped = context.async_killed_or_stopped()
-    stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
-    try:
-        async for item in receiver:
-            yield Annotated(item) if annotated else item
-    finally:
-        stream.cancel()
-        stopped.cancel()
-
-
-async def _answer(call: requests.Call, context: Context, handler: Generate) -> None:
-    try:
-        try:
-            request = msgspec.msgpack.decode(call.body)
-        except wire.DECODE_ERRORS as error:
-            raise errors.InvalidRequest(f"expected a request in msgpack: {error}") from error
-        async for item in handler(request):
-            call.reply(item)
-            if context.is_stopped():
-                break
-    except errors.DynamoError as error:
-        call.fail(error)
-    except Exception as error:  # noqa: BLE001 (the supervisor of a user's handler)
-        _log.exception("the handler of %s failed", call.endpoint)
-        call.fail(errors.DynamoError(f"internal error in {call.endpoint}: {type(error).__name__}"))
-    else:
-        call.finish()
-
-
-def _cancel(task: asyncio.Task[None], context: Context) -> None:
-    context.kill()
-    task.cancel()
+    async def _open(
+        self,
+        request: Any,
+        annotated: bool,
+        context: Context | None,
+        *,
+        mode: clients.Mode = "round-robin",
+        instance_id: int | None = None,
+    ) -> ItemStream:
+        context = context or Context()
+        receiver: requests.ItemReceiver[Any] = requests.ItemReceiver(object)
+        stream = await self._client.open(
+            request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
+        )
+        return ItemStream(stream, receiver, context, annotated=annotated)

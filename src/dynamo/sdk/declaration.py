@@ -14,6 +14,8 @@ MODULE`, with its configuration as flags; one with `inside` has no process, beca
 
 import dataclasses
 import inspect
+import json
+import os
 import typing
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -26,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
 CLIENTS = "__dynamo_clients__"  # attribute of a service's class while its process runs
 RESOURCES = ("cpu", "gpu", "memory")
+DYNAMO_IMAGE = os.environ.get("DYNAMO_IMAGE", "")
+"""The `image` of services of NVIDIA Dynamo's examples; here `dynamo deploy --image` names it."""
 dynamo_context: dict[str, Any] = {}
 """In a running service: `runtime`, `component`, `endpoints` (their names) and `namespace`."""
 
@@ -110,7 +114,13 @@ def service(
 
     `dynamo` has `namespace` and `component` (the name); `resources` has `cpu`, `gpu` and `memory` of each process;
     other arguments are configuration. Raises ConfigError that names file, class and field.
+
+    NVIDIA Dynamo's `image`, `app`, `system_app` and `enable_system_app` have no effect: `dynamo deploy --image` names
+    the image, and an HTTP server of our own has the paths of `api` and of probes.
     """
+
+    for key in ("image", "app", "system_app", "enable_system_app"):
+        defaults.pop(key, None)
 
     def decorate(cls: type) -> type:
         where = f"{inspect.getsourcefile(cls)}, class {cls.__name__}"
@@ -119,6 +129,11 @@ def service(
             if not isinstance(value, Mapping | None):
                 raise errors.ConfigError(
                     f"{where}, {argument}: expected keys with values, got {value!r:.60}"
+                )
+        for key, value in defaults.items():
+            if not _is_json(value):
+                raise errors.ConfigError(
+                    f"{where}, {key}: expected a value that JSON has, got {value!r:.60}"
                 )
         if unknown := {*(resources or {})} - {*RESOURCES}:
             raise errors.ConfigError(
@@ -147,6 +162,14 @@ def service(
         return cls
 
     return decorate if inner is None else decorate(inner)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _link(cls: type, linked: type) -> type:
@@ -199,6 +222,19 @@ def async_on_start(function: F) -> F:
 def on_shutdown(function: F) -> F:
     """Declare a method, async or not, that runs when the process ends."""
     return _mark("shutdown", None)(function)
+
+
+async_on_shutdown = on_shutdown
+
+
+def liveness(function: F) -> F:
+    """Declare a method, async or not, that returns whether the process may live on, for `/live` and `/healthz`."""
+    return _mark("liveness", None)(function)
+
+
+def readiness(function: F) -> F:
+    """Declare a method, async or not, that returns whether the service can serve, for `/health` and `/readyz`."""
+    return _mark("readiness", None)(function)
 
 
 class Dependency:

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,6 +33,8 @@ _STATUSES: tuple[tuple[type[errors.DynamoError], int], ...] = (
 )
 _EXPECTED = "expected a JSON object with the method's arguments"
 ApiMethod = Callable[..., AsyncGenerator[Any, None]]
+Probe = Callable[[], Any]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             frozenset(options.cors_allow_origin),
             frozenset(options.allowed_hosts) | browsers.own_names(),
         )
-        served = _make_server(methods, health, policy)
+        probes = {
+            role: [getattr(service, attribute) for attribute in spec.methods(role).values()]
+            for role in ("liveness", "readiness")
+        }
+        served = _make_server(methods, health, policy, probes)
         try:
             if methods:
                 host = str(section.get("host", "127.0.0.1")).strip("[]")
@@ -261,19 +269,28 @@ async def _items(result: Any) -> AsyncGenerator[Any, None]:
 
 
 def _make_server(
-    methods: Mapping[str, ApiMethod], health: Health, policy: browsers.BrowserPolicy
+    methods: Mapping[str, ApiMethod],
+    health: Health,
+    policy: browsers.BrowserPolicy,
+    probes: Mapping[str, Sequence[Probe]] = MappingProxyType({}),
 ) -> server.HttpServer:
     """Return the server of these methods: `POST /name` for each, and `GET /health` and `/live` for probes."""
     table: dict[tuple[str, str], exchange.Handler] = {
         ("POST", f"/{name}"): _http_handler(method, health) for name, method in methods.items()
     }
 
-    def tell_health(client: exchange.Exchange) -> None:
-        status = "healthy" if health.is_ready else "notready"
-        client.respond(200 if health.is_ready else 503, f'{{"status":"{status}"}}'.encode())
+    async def tell_health(client: exchange.Exchange) -> None:
+        is_ready = health.is_ready and await _passes(probes.get("readiness", ()))
+        status = "healthy" if is_ready else "notready"
+        client.respond(200 if is_ready else 503, f'{{"status":"{status}"}}'.encode())
 
-    table["GET", "/health"] = tell_health
-    table["GET", "/live"] = lambda client: client.respond(200, b'{"status":"live"}')
+    async def tell_life(client: exchange.Exchange) -> None:
+        is_alive = not health.has_started or await _passes(probes.get("liveness", ()))
+        status = "live" if is_alive else "notlive"
+        client.respond(200 if is_alive else 503, f'{{"status":"{status}"}}'.encode())
+
+    table["GET", "/health"] = table["GET", "/readyz"] = tell_health
+    table["GET", "/live"] = table["GET", "/healthz"] = tell_life
     router = exchange.HttpRouter(table, error_body=server.plain_error)
     guarded = browsers.BrowserGuard(
         router, policy, lambda client, error: _refuse(client, 403, str(error))
@@ -281,6 +298,19 @@ def _make_server(
     return server.HttpServer(
         guarded, error_body=server.plain_error, cors_headers=policy.cors_headers
     )
+
+
+async def _passes(probes: Sequence[Probe]) -> bool:
+    """Return whether all methods of a probe return true; one that raises an error does not."""
+    try:
+        for probe in probes:
+            result = probe()
+            if not (await result if inspect.isawaitable(result) else result):
+                return False
+    except Exception:  # noqa: BLE001 (the supervisor of a user's method)
+        _log.exception("a probe failed")
+        return False
+    return True
 
 
 def _http_handler(method: ApiMethod, health: Health) -> exchange.Handler:

@@ -168,9 +168,10 @@ class FileSharing:
     async def share(
         self, card: model_card.ModelCard, endpoint: instances.EndpointName
     ) -> model_card.ModelCard:
-        """Serve the card's files beside `endpoint`; return the card to publish, with their URLs in the store."""
+        """Serve the card's files beside `endpoint`, instead of an earlier card's; return it with their stored URLs."""
+        if self._card is None:
+            await self._runtime.requests.serve(model_card.model_files_path(endpoint), self._handle)
         self._card = card
-        await self._runtime.requests.serve(model_card.model_files_path(endpoint), self._handle)
         store = self._runtime.services.object_store()
         if store is None or not card.files:
             return card

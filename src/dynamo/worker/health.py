@@ -134,9 +134,6 @@ async def respond(request: exchange.Exchange, command: Awaitable[Mapping[str, ob
         request.respond(200, msgspec.json.encode(result))
 
 
-_DURATION_BUCKETS = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600,
-)  # fmt: skip
 _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
 
 
@@ -173,7 +170,7 @@ class WorkerMetrics:
             "request_duration_seconds",
             "seconds from receiving a request to its end",
             _LABELS,
-            buckets=_DURATION_BUCKETS,
+            buckets=metrics.DURATION_BUCKETS,
         ).labels(*labels)
         self._cancelled = registry.counter(
             "cancellation_total", "requests that their callers cancelled", _LABELS
@@ -189,7 +186,7 @@ class WorkerMetrics:
                 "prefill_latency_ms",
                 "milliseconds from receiving a request to the first output of its answer",
                 _LABELS,
-                buckets=[1000 * bound for bound in _DURATION_BUCKETS],
+                buckets=[1000 * bound for bound in metrics.DURATION_BUCKETS],
             )
             .labels(*labels)
         )

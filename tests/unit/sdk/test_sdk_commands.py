@@ -1,5 +1,6 @@
 """The commands that a graph becomes, and the graphs of examples/llm."""
 
+import importlib
 import pathlib
 import shlex
 import sys
@@ -307,3 +308,30 @@ def test_file_makes_a_service_of_another_command():
     ).commands
 
     assert command.argv[1:] == ("-m", "dynamo.mocker", "--seed", "7")
+
+
+def test_arguments_of_dynamos_decorator_without_effect_are_no_configuration():
+    @declaration.service(module="dynamo.frontend", image="i:1", app=object(), seed=1)
+    class Served:
+        """As the examples of version 0.3 declare one, with an application of FastAPI."""
+
+    (command,) = make(declaration.spec_of(Served)).commands
+
+    assert command.argv[-2:] == ("--seed", "1")
+    with pytest.raises(
+        errors.ConfigError, match=r"class Bad, policy: expected a value that JSON has"
+    ):
+
+        @declaration.service(policy=object())
+        class Bad:
+            """With a value that no process could be given."""
+
+
+def test_names_of_dynamos_sdk_are_where_graphs_import_them():
+    sdk, config, image = map(
+        importlib.import_module, ("dynamo.sdk", "dynamo.sdk.lib.config", "dynamo.sdk.lib.image")
+    )
+
+    assert config.ServiceConfig is ServiceConfig
+    assert image.DYNAMO_IMAGE == sdk.DYNAMO_IMAGE
+    assert sdk.async_on_shutdown is sdk.on_shutdown

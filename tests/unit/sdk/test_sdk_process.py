@@ -13,7 +13,16 @@ import pytest
 from dynamo.base import config, errors
 from dynamo.runtime import component
 from dynamo.runtime.http import browsers
-from dynamo.sdk import api, declaration, depends, endpoint, process, service
+from dynamo.sdk import (
+    api,
+    declaration,
+    depends,
+    endpoint,
+    liveness,
+    process,
+    readiness,
+    service,
+)
 from waiting import PATIENT_S
 
 
@@ -381,3 +390,44 @@ async def test_port_in_use_is_named_with_the_service_that_has_it(monkeypatch):
         options = process.ServiceProcessConfig(target="m:Told", discovery_backend="mem")
         with pytest.raises(errors.ConfigError, match=rf"{port} is in use: .* another Told\.port$"):
             await process.run(options, [declaration.spec_of(Told)])
+
+
+@pytest.mark.parametrize(
+    ("live", "ready", "statuses"),
+    [
+        (True, True, [200, 200, 200, 200]),
+        (True, False, [200, 200, 503, 503]),
+        (False, True, [503, 503, 200, 200]),
+        (RuntimeError("no GPU"), True, [503, 503, 200, 200]),
+    ],
+)
+async def test_probes_are_answered_by_the_methods_of_the_service(live, ready, statuses):
+    class Probed:
+        @liveness
+        def is_alive(self):
+            if isinstance(live, Exception):
+                raise live
+            return live
+
+        @readiness
+        async def is_ready(self):
+            return ready
+
+    roles = declaration.spec_of(service()(Probed)).methods
+    probes = {
+        role: [getattr(Probed(), name) for name in roles(role).values()]
+        for role in ("liveness", "readiness")
+    }
+    health = process.Health(0)
+    health.has_started = True
+    policy = browsers.BrowserPolicy(frozenset(), frozenset())
+    server = process._make_server({}, health, policy, probes)
+    port = await server.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
+        answers = [
+            await client.get(f"http://127.0.0.1:{port}{path}")
+            for path in ("/live", "/healthz", "/health", "/readyz")
+        ]
+    await server.close()
+
+    assert [answer.status_code for answer in answers] == statuses

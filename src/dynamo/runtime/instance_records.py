@@ -1,0 +1,117 @@
+"""The records that one instance has in discovery: they are published, withdrawn for a while, changed and removed.
+
+Discovery may be away: a record that it cannot take now is published when it is back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from dynamo.base import errors, ids
+from dynamo.protocols import instances
+from dynamo.runtime import discovery
+
+_logger = logging.getLogger(__name__)
+
+
+class InstanceRecords:
+    """The records of one instance, by key, in the order in which they were published."""
+
+    def __init__(self, registry: discovery.Discovery, instance_id: ids.InstanceId) -> None:
+        self._discovery = registry
+        self._instance_id = instance_id
+        self._records: dict[str, bytes] = {}
+        self._is_withdrawn = False
+        self._hidden: set[str] = set()  # keys of endpoints that are withdrawn for themselves
+        self._publishing = asyncio.Lock()  # a record that changes is not restored in its old state
+
+    async def put(self, key: str, record: msgspec.Struct) -> None:
+        """Publish a record."""
+        self._records[key] = msgspec.json.encode(record)
+        await self._discovery.put(key, self._records[key])
+
+    async def attach(self, key: str, record: msgspec.Struct) -> None:
+        """Publish a further record of this instance, until `detach`; while it is withdrawn, `restore` does."""
+        async with self._publishing:
+            self._records[key] = msgspec.json.encode(record)
+            if not self._is_withdrawn and key not in self._hidden:
+                await self._discovery.put(key, self._records[key])
+
+    async def detach(self, key: str) -> None:
+        """Remove a record of this instance for good. Idempotent."""
+        async with self._publishing:
+            self._hidden.discard(key)
+            if self._records.pop(key, None) is not None:
+                await self._discovery.delete(key)
+
+    async def change(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
+        """Replace an attached record of a registered instance by what `change` makes of it; changes come in turn.
+
+        While discovery is away the change is published later. Raises Conflict while the instance is withdrawn or this
+        process is draining.
+        """
+        async with self._publishing:
+            before = self._records.get(key)
+            if self._is_withdrawn or before is None or key in self._hidden:
+                raise errors.Conflict("nobody is to find us now: try again when we serve")
+            try:
+                await self.put(key, change(before))
+            except errors.Unavailable as error:
+                _logger.warning("%s is published when discovery is back: %s", key, error)
+            except BaseException:
+                self._records[key] = before
+                raise
+
+    async def deregister(self) -> None:
+        """Remove all records of this instance, the last first, for good; its handlers still answer."""
+        await self.withdraw()
+        self._records.clear()
+
+    async def withdraw(self) -> None:
+        """Remove all records of this instance until `restore`; its handlers still answer."""
+        async with self._publishing:
+            self._is_withdrawn = True
+            for key in reversed(list(self._records)):
+                await self._discovery.delete(key)
+
+    async def restore(self) -> None:
+        """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
+        async with self._publishing:
+            await self._publish_again(self._records.keys() - self._hidden)
+            self._is_withdrawn = False
+
+    async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
+        """Remove the records of one endpoint until `restore_endpoint`; its handler still answers."""
+        async with self._publishing:
+            for key in reversed(self._keys_of(name)):
+                self._hidden.add(key)
+                await self._discovery.delete(key)
+
+    async def deregister_endpoint(self, name: instances.EndpointName) -> None:
+        """Remove the records of one endpoint for good; its handler still answers."""
+        await self.withdraw_endpoint(name)
+        for key in self._keys_of(name):
+            self._hidden.discard(key)
+            del self._records[key]
+
+    async def restore_endpoint(self, name: instances.EndpointName) -> None:
+        """Publish the withdrawn records of one endpoint again; while all are withdrawn, `restore` does."""
+        async with self._publishing:
+            keys = self._keys_of(name)
+            self._hidden.difference_update(keys)
+            if not self._is_withdrawn:
+                await self._publish_again(keys)
+
+    def _keys_of(self, name: instances.EndpointName) -> list[str]:
+        """Return the keys of an endpoint's instance and card, in the order in which they were published."""
+        end = f"/{name.path}/{self._instance_id:x}"
+        return [key for key in self._records if key.endswith(end)]
+
+    async def _publish_again(self, keys: Collection[str]) -> None:
+        for key in [key for key in self._records if key in keys]:  # in their order
+            try:
+                await self._discovery.put(key, self._records[key])
+            except errors.Unavailable as error:
+                _logger.warning("%s is published when discovery is back: %s", key, error)
