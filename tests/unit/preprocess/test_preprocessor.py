@@ -57,7 +57,7 @@ async def test_a_chat_becomes_token_ids(byte_level_model, byte_level):
     )
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
-    assert prepared[:2] == (
+    assert (prepared.request, prepared.prompt) == (
         generate.Request(
             id="r1",
             model="m",
