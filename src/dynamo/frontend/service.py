@@ -262,7 +262,7 @@ class Frontend:
         settings, own_metrics = self._settings, admission_metrics.AdmissionMetrics(metrics_registry)
         return controller.AdmissionController(
             settings,
-            authentication.ClientRights(settings, own_metrics, self._clock),
+            authentication.ClientRights(settings, own_metrics, self._clock, runtime.credentials),
             load_thresholds.BusyWorkers(
                 self.models,
                 busy_workers.BusyThresholds(

@@ -226,6 +226,11 @@ class DistributedRuntime:
         )
         return await cls.open(settings, cluster, item_type=item_type, time=time)
 
+    @property
+    def credentials(self) -> membership.Credentials:
+        """The credentials of this process, as their files have them now."""
+        return self._parts.credentials.current()
+
     def sibling(self) -> "DistributedRuntime":
         """Make another instance in this process, with an address of its own; close it before this one.
 

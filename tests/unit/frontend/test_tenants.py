@@ -1,11 +1,13 @@
 """Tenants: stored responses, cached prefixes, and rights belong to the tenant of an API key."""
 
+import contextlib
 import logging
 import time
 
 import pytest
+from frontend_rig import Rig
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.delivery import delivery
 from dynamo.observability import logs
@@ -115,6 +117,24 @@ async def test_prefixes_are_salted_by_tenant(start):
     assert None not in (ann, bob, eve)
     assert len({ann, bob, eve}) == 3
     assert len({request.hash_seed for request in rig.one.requests}) == 3
+
+
+async def test_salts_depend_on_the_cluster_token(model_dir, tmp_path, monkeypatch):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    salts = []
+    for token in ("", "a" * 32, "b" * 32, "a" * 32):
+        monkeypatch.setenv(membership.TOKEN_VARIABLE, token)
+        async with contextlib.AsyncExitStack() as stack:
+            rig = Rig(model_dir, stack)
+            await rig.start(api_keys_file=str(path))
+            worker = await rig.worker()
+            await rig.client.post("/v1/chat/completions", json=CHAT, headers=ANN)
+            salts += [request.cache_salt for request in worker.requests]
+
+    assert len(salts) == 4
+    assert salts[1] == salts[3]
+    assert len(set(salts)) == 3
 
 
 async def test_salt_of_a_request_divides_the_cache_of_its_tenant_further(start):

@@ -9,7 +9,7 @@ scrapers need no key.
 
 import asyncio
 import contextlib
-import hashlib
+import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -191,6 +191,7 @@ class ClientRights:
         settings: config.FrontendConfig,
         admission_metrics: metrics.AdmissionMetrics,
         clock: clocks.Clock,
+        credentials: membership.Credentials = membership.NO_CREDENTIALS,
     ) -> None:
         self._host = settings.http_host
         self._metrics = admission_metrics
@@ -200,6 +201,9 @@ class ClientRights:
         )
         self.uses_keys = self._key_file is not None  # whether clients need an API key
         self._unsalted_models: set[str] = set()  # that were warned about
+        # of all frontends, and not of clients; a local token ends with its directory, and caches on disks do not
+        has_secret = credentials.has_cluster_token
+        self._salt_key = credentials.derive_keys("cache salts")[0] if has_secret else b""
 
     @property
     def accounts(self) -> Mapping[str, rate_limits.RateAccount]:
@@ -274,6 +278,8 @@ class ClientRights:
         """Return the salt of a request's cached blocks: of its tenant, and of the salt that it asks for.
 
         None, for all that have none, without keys (or with a cache that tenants share) and without a salt of its own.
+        It depends on the cluster token, so that who does not have that cannot look for a prompt whose blocks have the
+        hashes of another tenant's: hashes of 64 bits are no proof against that.
         Raises InvalidRequest for a requested salt that the model's engine cannot keep.
         """
         can_keep = model.card.runtime_config.supports_cache_salt
@@ -292,7 +298,8 @@ class ClientRights:
             )
         if not tenant and requested is None:
             return None
-        return hashlib.sha256(f"{tenant}\0{requested or ''}".encode()).hexdigest()[:_SALT_CHARS]
+        text = f"{tenant}\0{requested or ''}".encode()
+        return hmac.digest(self._salt_key, text, "sha256").hex()[:_SALT_CHARS]
 
     def may_see(self, client: exchange.Exchange, model: str) -> bool:
         """Return whether the client's API key allows this model. Raises Unauthenticated."""
