@@ -47,6 +47,21 @@ class PortRange:
 
 
 ANY_PORT = PortRange()
+DEFAULT_SYSTEM_PORT = 9090  # of NVIDIA Dynamo's processes, where DYN_SYSTEM_ENABLED asks for one
+
+
+def system_ports(ports: PortRange | None, is_enabled: bool | None) -> PortRange | None:
+    """Return the ports of which /health takes the first free one; None: there is no system port.
+
+    `is_enabled` is None where DYN_SYSTEM_ENABLED says nothing: then there is one if it has `ports`.
+    """
+    if is_enabled is False:
+        return None
+    return (
+        PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
+        if is_enabled and ports is None
+        else ports
+    )
 
 
 def plain_host(text: str, setting: str) -> str:

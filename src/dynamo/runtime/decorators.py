@@ -12,7 +12,6 @@ import msgspec
 from dynamo.base import addresses, config, draining, errors, process_setup, tasks
 from dynamo.runtime import component, reachability, serving, system_port
 
-DEFAULT_SYSTEM_PORT = 9090  # NVIDIA Dynamo's
 Main = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -51,11 +50,7 @@ class UserServiceConfig(component.RuntimeConfig):
     @property
     def used_system_port(self) -> addresses.PortRange | None:
         """The ports of which /health takes the first free one; None: there is no system port."""
-        if self.system_enabled is False:
-            return None
-        if self.system_enabled and self.system_port is None:
-            return addresses.PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
-        return self.system_port
+        return addresses.system_ports(self.system_port, self.system_enabled)
 
     @property
     def endpoint_check(self) -> serving.EndpointCheck | None:

@@ -11,8 +11,6 @@ from dynamo.protocols import instances
 from dynamo.runtime import component
 from dynamo.worker import health
 
-DEFAULT_SYSTEM_PORT = 9090  # of NVIDIA Dynamo's workers, where DYN_SYSTEM_ENABLED asks for one
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(component.RuntimeConfig):
@@ -145,7 +143,8 @@ class WorkerConfig(component.RuntimeConfig):
     )
     system_enabled: bool | None = config.setting(
         None,
-        help=f"serve the system port, at {DEFAULT_SYSTEM_PORT} without --system-port; --no-system-enabled: serve none",
+        help=f"serve the system port, at {addresses.DEFAULT_SYSTEM_PORT} without --system-port;"
+        " --no-system-enabled: serve none",
     )
     startup_stall_timeout: float = config.setting(
         300.0,
@@ -169,11 +168,7 @@ class WorkerConfig(component.RuntimeConfig):
     @property
     def used_system_port(self) -> addresses.PortRange | None:
         """Return the ports of which /health takes the first free one, None for no system port."""
-        if self.system_enabled is False:
-            return None
-        if self.system_enabled and self.system_port is None:
-            return addresses.PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
-        return self.system_port
+        return addresses.system_ports(self.system_port, self.system_enabled)
 
     @property
     def health_check(self) -> health.HealthCheck | None:
