@@ -19,6 +19,7 @@ import pytest
 from waiting import PATIENT_S
 
 _MINIMUM = (1, 28)
+_SOURCE = "kubernetes.io/docs/tasks/tools"
 WAIT = f"--timeout={PATIENT_S - 20:g}s"  # of kubectl's own, so that it says what it waited for
 
 
@@ -77,7 +78,7 @@ def find_kubectl() -> str:
     path = shutil.which("kubectl")
     if path is None:
         pytest.skip(
-            "kubectl 1.28 or newer is not installed (kubernetes.io/docs/tasks/tools; Debian 12 has an older one)"
+            f"kubectl 1.28 or newer is not installed ({_SOURCE}; Debian 12 has an older one)"
         )
     version = subprocess.run(
         [path, "version", "--client", "-o", "json"], capture_output=True, text=True
@@ -85,7 +86,7 @@ def find_kubectl() -> str:
     git_version = json.loads(version.stdout)["clientVersion"]["gitVersion"]
     numbers = re.match(r"v(\d+)\.(\d+)", git_version)
     if numbers is None or tuple(map(int, numbers.groups())) < _MINIMUM:
-        pytest.skip(f"kubectl 1.28 or newer is needed, {git_version} is installed")
+        pytest.skip(f"kubectl 1.28 or newer is needed ({_SOURCE}), {git_version} is installed")
     return path
 
 
