@@ -13,6 +13,8 @@ def configure_dynamo_logging(service_name: str | None = None, worker_id: int | N
     logs.configure()
     root = logging.getLogger()
     root.setLevel(logging.getLogger("dynamo").level)
+    watcher = logging.getLogger("watchfiles")  # it counts each change of our own files of discovery
+    watcher.setLevel(watcher.level or logging.WARNING)
     prefix = ":".join(str(part) for part in (service_name, worker_id) if part is not None)
     if prefix:
         root.handlers[0].addFilter(lambda record: _put_first(record, f"[{prefix}] "))
