@@ -86,13 +86,16 @@ class _Trial:
         self._begin, self._end = begin, end
 
     def smallest(self, replicas: observation.Replicas) -> observation.Replicas:
-        """Return the smallest pools that hold the targets, from this size on; the largest there may be if none do."""
+        """Return the smallest pools that hold the targets, from this size on; those that miss the fewest if none do."""
+        best, fewest = replicas, math.inf
         while True:
             late, slow, num_servable = self._missed(replicas)
             if late + slow <= (1 - _LEAST_ATTAINMENT) * num_servable:
                 return replicas
+            if late + slow < fewest:
+                best, fewest = replicas, late + slow
             if sum(replicas) >= self._scenario.max_gpus:
-                return replicas
+                return best
             more_decode = self._scenario.is_aggregated or slow > late
             replicas = (
                 observation.Replicas(replicas.prefill, replicas.decode + 1)

@@ -291,6 +291,13 @@ def test_oracle_keeps_within_the_budget_where_one_pool_grows_and_then_the_other(
     assert max(sample.num_billed for sample in plan_oracle.run_oracle(scenario).samples) == 6
 
 
+def test_oracle_orders_no_worker_that_brings_no_request_in_time():
+    requests = plan_arrivals.steady(seed=1, rate=4, duration_s=20, isl=200, osl=50)
+    scenario = PlanScenario(requests=requests, times=TIMES, itl_s=1e-6, max_gpus=6)
+
+    assert set(plan_oracle.find_needs(scenario)) == {Replicas(1, 1)}
+
+
 def test_best_fixed_split_may_have_most_of_its_workers_for_decode():
     requests = plan_arrivals.steady(seed=1, rate=4, duration_s=20, isl=200, osl=1500)
     scenario = PlanScenario(requests=requests, times=TIMES, itl_s=0.0065, max_gpus=7)
