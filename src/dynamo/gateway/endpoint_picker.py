@@ -133,13 +133,22 @@ class PickingProcessor(processor.StreamProcessor):
     async def process(self, message: Any) -> list[Any]:
         """Return the answers to a message of Envoy, in order."""
         answers = await super().process(message)
-        if not message.request_headers.end_of_stream:
-            return answers
+        if message.WhichOneof("request") == "request_headers":
+            if message.request_headers.end_of_stream or not self.reads_body:
+                answers = [await self._answer_without_body()]
+        return answers
+
+    async def _answer_without_body(self) -> Any:
         changed = await self._change_request(b"")
         if isinstance(changed, immediate.ImmediateAnswer):
-            return [processor.respond_at_once(changed)]
+            return processor.respond_at_once(changed)
         head = messages.HeadersResponse(response=changed[0])
-        return [messages.ProcessingResponse(request_headers=head)]
+        return messages.ProcessingResponse(request_headers=head)
+
+    @property
+    def reads_body(self) -> bool:
+        """Return whether the body of the request has a prompt that the frontend is asked about."""
+        return self.path in _ASKED_PATHS and self.headers.get(":method") == "POST"
 
     def _answer_head(self, *, has_body: bool) -> None:
         """Return no answer: the frontend in the pod lists the models."""

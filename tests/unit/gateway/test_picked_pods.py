@@ -124,3 +124,14 @@ async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
     assert allowed[endpoint_picker.WORKER] == "8"
     assert listed[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
     assert refused == 401
+
+
+async def test_body_in_an_api_that_cannot_ask_for_a_worker_passes_piece_by_piece(picker):
+    stream, pieces = picker(), []
+    await pick(stream, "/v1/files", b"x" * 6000)
+    for _ in range(2):  # more than the picker would read of a request
+        piece = messages.ProcessingRequest(request_body=messages.HttpBody(body=b"x" * 6000))
+        pieces += await stream.process(piece)
+
+    bodies = [piece.request_body.response.body_mutation.streamed_response for piece in pieces]
+    assert [len(body.body) for body in bodies] == [6000, 6000]

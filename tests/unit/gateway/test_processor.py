@@ -169,6 +169,25 @@ async def test_other_paths_pass_unchanged(stream):
     assert not reply.request_body.response.HasField("body_mutation")
 
 
+async def test_body_that_the_router_does_not_read_passes_piece_by_piece(stream):
+    first = messages.ProcessingRequest(
+        request_headers=headers(**{":path": "/v1/files"}), protocol_config=DUPLEX
+    )
+    (head,) = await stream.process(first)
+    passed = []
+    for number in range(3):  # more than the router would read of a request
+        piece = messages.HttpBody(body=b"x" * 6000, end_of_stream=number == 2)
+        (answer,) = await stream.process(messages.ProcessingRequest(request_body=piece))
+        passed.append(answer.request_body.response.body_mutation.streamed_response)
+
+    assert head.HasField("request_headers")
+    assert [(len(piece.body), piece.end_of_stream) for piece in passed] == [
+        (6000, False),
+        (6000, False),
+        (6000, True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "shape"),
     [
