@@ -57,14 +57,18 @@ class FrontendQuestions:
         self._turns = itertools.count()
 
     async def find_hosts(self, headers: Mapping[str, str]) -> dict[int, str]:
-        """Return the hosts of all workers by instance id, which the client's key may see. Raises NoWorkers."""
+        """Return the hosts of the workers by instance id, which the client's key may see. Raises NoWorkers.
+
+        Those that the frontend has lost and discovery still lists are left out, unless there are no others.
+        """
         status, answer = await self._ask("GET", "/health", b"", headers)
         try:
             found = json.loads(answer)["instances"]
+            workers = [entry for entry in found if entry["endpoint"] == "generate"]
+            ready = [entry for entry in workers if entry.get("state") != "down"]
             addresses_by_id = {
                 entry["instance_id"]: str(next(iter(entry["transport"].values())))
-                for entry in found
-                if entry["endpoint"] == "generate"
+                for entry in ready or workers
             }
         except (ValueError, LookupError, TypeError, StopIteration) as error:
             raise errors.NoWorkers(

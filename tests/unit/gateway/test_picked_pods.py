@@ -12,11 +12,12 @@ WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
 
 
 class Frontend:
-    """Answers the questions of the picker, and keeps them; it has a key if `key` is set."""
+    """Answers the questions of the picker, and keeps them; it has a key if `key` is set, and has lost `down`."""
 
     def __init__(self):
         self.asked = []
         self.key = None
+        self.down = ()
 
     async def request(self, method, url, content=b"", *, timeout_s, headers):
         self.asked.append((method, url.removeprefix("http://127.0.0.1:8000"), content, headers))
@@ -26,6 +27,7 @@ class Frontend:
                 {
                     "instance_id": number,
                     "endpoint": "generate",
+                    "state": "down" if number in self.down else "ready",
                     "transport": {"tcp": f"tcp://{host}:1234"},
                 }
                 for number, host in WORKERS.items()
@@ -135,3 +137,11 @@ async def test_body_in_an_api_that_cannot_ask_for_a_worker_passes_piece_by_piece
 
     bodies = [piece.request_body.response.body_mutation.streamed_response for piece in pieces]
     assert [len(body.body) for body in bodies] == [6000, 6000]
+
+
+async def test_worker_that_the_frontend_has_lost_gets_no_turn(picker, frontend):
+    frontend.down = (7,)
+
+    found = [await pick(picker(), "/v1/responses", b"{}") for _ in range(2)]
+
+    assert {headers[endpoint_picker.WORKER] for headers in found} == {"8"}
