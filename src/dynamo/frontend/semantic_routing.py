@@ -53,6 +53,7 @@ class LiveModels:
             return None
         return model_choice.ServedModel(
             context_length=entry.card.context_length or None,
+            accepts_images=entry.card.runtime_config.max_images > 0,
             accepts_structured_output=entry.card.runtime_config.supports_guided,
         )
 
@@ -212,6 +213,8 @@ class RoutedExchange(exchange.WrappedExchange):
         content_type: str = "application/json",
         headers: exchange.Headers = (),
     ) -> None:
+        if status >= 400:
+            self._service.record_failure(self._outcome, status)
         ask_next, self._ask_next = self._ask_next, None
         if status >= 500 and ask_next is not None and not self.is_closed and ask_next(status):
             return

@@ -1,6 +1,7 @@
 """`python -m dynamo.gateway.endpoint_picker`: the endpoint picker of the Gateway API Inference Extension.
 
-A gateway sends each request here (external processing) and then to the pod that a header names. The choice is that of
+A gateway sends each request here (external processing) and then to the pod that a header, and the metadata of the
+answer, name. It may say in the metadata of a request among which pods there is to choose. The choice is that of
 a frontend with a KV router, which is asked for the worker that it would take (`query_instance_id`). The pod has a
 frontend of its own in direct mode, which finds the worker's id in a second header. Requests without a prompt, and
 those in APIs that cannot ask for a worker, go to each pod in turn.
@@ -22,7 +23,11 @@ from dynamo.observability import logs
 from dynamo.runtime.http import client
 from dynamo.semantic import immediate, service
 
-DESTINATION = "x-gateway-destination-endpoint"  # the name that the extension's protocol gives it
+# The names that the extension's protocol gives to a header, to keys of metadata and to their namespaces.
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+NAMESPACE = "envoy.lb"
 WORKER = "x-dynamo-worker-instance-id"
 _ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
 # The key decides what the client may ask, and the session which worker it gets.
@@ -40,31 +45,46 @@ class EndpointPickerConfig:
         9002, help="port of external processing (gRPC); 0: any", least=0, most=65535
     )
     frontend: str = config.option(
-        "127.0.0.1:8000", help="address of a frontend with --router-mode kv, which is asked"
+        "127.0.0.1:8000",
+        help="address or URL of a frontend with --router-mode kv, which is asked",
     )
     target_port: int = config.option(
         8000, help="port of the frontend in each worker's pod", least=1, most=65535
     )
     timeout_s: float = config.option(5.0, help="seconds for the frontend to answer", least=0.1)
+    secure: bool = config.option(False, help="serve gRPC with TLS, as many gateways expect it")
+    cert_path: str | None = config.option(
+        None, help="directory of tls.crt and tls.key, for --secure"
+    )
     body_limit_mb: int = config.option(64, help="largest body of a request, in MiB", least=1)
 
 
 class FrontendQuestions:
-    """Asks the frontend which worker it would choose, and where its workers are."""
+    """Asks the frontend which worker it would choose, and where its workers are. Raises ConfigError for no address."""
 
     def __init__(self, settings: EndpointPickerConfig) -> None:
         self.settings = settings
+        address = settings.frontend
+        self._url = (address if "//" in address else f"http://{address}").rstrip("/")
+        try:
+            client.split_url(self._url)
+        except errors.ConfigError as error:
+            raise errors.ConfigError(f"--frontend: {error}") from error
         self._turns = itertools.count()
 
     async def find_hosts(self, headers: Mapping[str, str]) -> dict[int, str]:
-        """Return the hosts of all workers by instance id, which the client's key may see. Raises NoWorkers."""
+        """Return the hosts of the workers by instance id, which the client's key may see. Raises NoWorkers.
+
+        Those that the frontend has lost and discovery still lists are left out, unless there are no others.
+        """
         status, answer = await self._ask("GET", "/health", b"", headers)
         try:
             found = json.loads(answer)["instances"]
+            workers = [entry for entry in found if entry["endpoint"] == "generate"]
+            ready = [entry for entry in workers if entry.get("state") != "down"]
             addresses_by_id = {
                 entry["instance_id"]: str(next(iter(entry["transport"].values())))
-                for entry in found
-                if entry["endpoint"] == "generate"
+                for entry in ready or workers
             }
         except (ValueError, LookupError, TypeError, StopIteration) as error:
             raise errors.NoWorkers(
@@ -89,6 +109,8 @@ class FrontendQuestions:
             return None  # the frontend that gets the request says what is wrong with it
         request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
         status, answer = await self._ask("POST", path, json.dumps(request).encode(), headers)
+        if status == 400:  # the question may be wrong as a stream, where the request is none
+            return None
         if status != 200:
             return immediate.ImmediateAnswer(
                 status=status, content_type="application/json", body=answer
@@ -110,11 +132,14 @@ class FrontendQuestions:
 
         Raises NoWorkers if the frontend does not answer.
         """
-        url = f"http://{self.settings.frontend}{path}"
         forwarded = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
         try:
             return await client.request(
-                method, url, body, headers=forwarded, timeout_s=self.settings.timeout_s
+                method,
+                self._url + path,
+                body,
+                headers=forwarded,
+                timeout_s=self.settings.timeout_s,
             )
         except errors.Unavailable as error:
             raise errors.NoWorkers(f"the frontend did not answer: {error}") from error
@@ -129,40 +154,90 @@ class PickingProcessor(processor.StreamProcessor):
         # no semantic routing
         super().__init__(cast("service.RoutingService", None), max_body_bytes)
         self._questions = questions
+        self._allowed: frozenset[str] | None = None  # endpoints to choose from; None: all
+        self._target = ""  # that was chosen and is not yet told
 
     async def process(self, message: Any) -> list[Any]:
         """Return the answers to a message of Envoy, in order."""
         answers = await super().process(message)
-        if not message.request_headers.end_of_stream:
-            return answers
+        if message.WhichOneof("request") == "request_headers":
+            self._allowed = _read_subset(message.metadata_context)
+            if message.request_headers.end_of_stream or not self.reads_body:
+                answers = [await self._answer_without_body()]
+        if self._target:
+            answers[0].dynamic_metadata.update({NAMESPACE: {DESTINATION: self._target}})
+            self._target = ""
+        return answers
+
+    async def _answer_without_body(self) -> Any:
         changed = await self._change_request(b"")
         if isinstance(changed, immediate.ImmediateAnswer):
-            return [processor.respond_at_once(changed)]
+            return processor.respond_at_once(changed)
         head = messages.HeadersResponse(response=changed[0])
-        return [messages.ProcessingResponse(request_headers=head)]
+        return messages.ProcessingResponse(request_headers=head)
+
+    @property
+    def reads_body(self) -> bool:
+        """Return whether the body of the request has a prompt that the frontend is asked about."""
+        is_asked = self.path in _ASKED_PATHS and self.headers.get(":method") == "POST"
+        return is_asked and not self._unusable_mode
 
     def _answer_head(self, *, has_body: bool) -> None:
         """Return no answer: the frontend in the pod lists the models."""
+        if has_body and self._unusable_mode:
+            _logger.warning(
+                "a request goes to any pod: expected BUFFERED or FULL_DUPLEX_STREAMED as Envoy's request_body_mode, "
+                "got %s",
+                self._unusable_mode,
+            )
 
     async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:
         try:
             chosen = await self._questions.choose_worker(self.path, body, self.headers)
             if isinstance(chosen, immediate.ImmediateAnswer):
                 return chosen
-            hosts = await self._questions.find_hosts(self.headers)
-            if not hosts:
-                raise errors.NoWorkers("there is no worker: start one")  # noqa: TRY301 - answered below
-            numbers = sorted(hosts)
-            number = chosen if chosen in hosts else numbers[self._questions.next_turn(len(numbers))]
+            targets = await self._find_targets()
+            ids = sorted(targets)
+            number = chosen if chosen in targets else ids[self._questions.next_turn(len(ids))]
         except errors.NoWorkers as error:
             _logger.info("no endpoint for a request: %s", error)
             return immediate.refuse(503, str(error), "service_unavailable")
-        target = f"{hosts[number]}:{self._questions.settings.target_port}"
-        headers = [(DESTINATION, target), (WORKER, str(number))]
+        self._target = targets[number]
+        headers = [(DESTINATION, self._target), (WORKER, str(number))]
         changes = messages.CommonResponse(
             header_mutation=processor.make_mutation(headers), clear_route_cache=True
         )
         return changes, body
+
+    async def _find_targets(self) -> dict[int, str]:
+        """Return the endpoints among which there is to choose, by instance id. Raises NoWorkers."""
+        hosts = await self._questions.find_hosts(self.headers)
+        if not hosts:
+            raise errors.NoWorkers("there is no worker: start one")
+        port = self._questions.settings.target_port
+        targets = {number: f"{host}:{port}" for number, host in hosts.items()}
+        if self._allowed is None:
+            return targets
+        allowed = {number: each for number, each in targets.items() if each in self._allowed}
+        if not allowed:
+            _logger.warning(
+                "the gateway lets one choose among %s, and workers are at %s",
+                ", ".join(sorted(self._allowed)) or "no endpoints",
+                ", ".join(sorted(targets.values())),
+            )
+            raise errors.NoWorkers("no worker is at an endpoint that the gateway allows")
+        return allowed
+
+
+def _read_subset(metadata: Any) -> frozenset[str] | None:
+    """Return the endpoints among which the gateway lets one choose; None: all."""
+    namespaces = metadata.filter_metadata
+    fields: Any = namespaces[SUBSET_NAMESPACE].fields if SUBSET_NAMESPACE in namespaces else {}
+    if SUBSET not in fields:
+        return None
+    value = fields[SUBSET]
+    texts = [item.string_value for item in value.list_value.values] or value.string_value.split(",")
+    return frozenset(filter(None, map(str.strip, texts)))
 
 
 def main() -> int:
@@ -178,11 +253,12 @@ def _run() -> None:
 async def serve(settings: EndpointPickerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     module = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
+    certificates = module.read_certificates(is_secure=settings.secure, directory=settings.cert_path)
     questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
     picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
     stop = process_setup.stop_on_signals()
     running = tasks.Tasks()
-    await picker.start(settings.host, settings.port)
+    await picker.start(settings.host, settings.port, certificates)
     try:
         await running.run_until(stop)
     finally:

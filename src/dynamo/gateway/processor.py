@@ -2,7 +2,7 @@
 
 Envoy sends headers, body and trailers of the request, then those of the response. With a buffered body the request's
 changes are the answer to its body. With full-duplex streaming the answers to headers and body are given together, once
-all of the body has come; the response's body is passed on piece by piece.
+all of the body has come; the response's body is passed on piece by piece, and so is a request's that is not read.
 """
 
 import logging
@@ -93,7 +93,7 @@ class StreamProcessor:
         answer = self._answer_head(has_body=not headers.end_of_stream)
         if answer is not None:
             return [respond_at_once(answer)]
-        if self._is_duplex_request and not headers.end_of_stream:
+        if self._is_duplex_request and self.reads_body and not headers.end_of_stream:
             return []  # answered with the body
         head = messages.HeadersResponse(response=self._without_claims())
         return [messages.ProcessingResponse(request_headers=head)]
@@ -114,7 +114,7 @@ class StreamProcessor:
                 f"the router cannot read what {self.path} asks, and its guards read every request"
             )
             return self._refuse(403, text, "permission_error")
-        if self._unusable_mode and has_body and is_post and self.path in ROUTED_PATHS:
+        if self._unusable_mode and has_body and self.reads_body:
             text = (
                 "the router reads whole bodies: Envoy's request_body_mode has to be BUFFERED or "
                 f"FULL_DUPLEX_STREAMED, and is {self._unusable_mode}"
@@ -126,6 +126,9 @@ class StreamProcessor:
         return None
 
     async def _take_request_body(self, body: Any) -> list[Any]:
+        if not self.reads_body:
+            pieces = _pass_on(body, is_duplex=self._is_duplex_request)
+            return [messages.ProcessingResponse(request_body=piece) for piece in pieces]
         self._body += body.body
         if len(self._body) > self._max_body_bytes:
             self._body.clear()
@@ -137,7 +140,7 @@ class StreamProcessor:
 
     async def _take_request_trailers(self) -> list[Any]:
         trailers = messages.ProcessingResponse(request_trailers=messages.TrailersResponse())
-        if not self._is_duplex_request:
+        if not (self._is_duplex_request and self.reads_body):
             return [trailers]
         answers = await self._finish_request(ends_stream=False)
         is_refused = answers[0].WhichOneof("response") == "immediate_response"
@@ -165,8 +168,6 @@ class StreamProcessor:
 
     async def _change_request(self, body: bytes) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
         """Return the changes of the request's head and its new body, or the answer that it gets at once."""
-        if self.path not in ROUTED_PATHS or self.headers.get(":method") != "POST":
-            return self._without_claims(), body
         num_bytes = len(body)
         try:
             if encoding := encodings.read_encoding(self.headers.get("content-encoding", "")):
@@ -246,7 +247,8 @@ class StreamProcessor:
 
     def _take_response_headers(self, headers: Any) -> Any:
         received = _read_headers(headers.headers)
-        self._is_success = received.get(":status", "").startswith("2")
+        status = received.get(":status", "")
+        self._is_success = status.startswith("2")
         common = messages.CommonResponse()
         response = messages.ProcessingResponse(
             response_headers=messages.HeadersResponse(response=common)
@@ -256,6 +258,8 @@ class StreamProcessor:
             response.mode_override.response_body_mode = _STREAMED
         if self._outcome is None:
             return response
+        if status.startswith(("4", "5")):
+            self._routing.record_failure(self._outcome, int(status))
         if self._is_success:
             common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)
@@ -266,9 +270,7 @@ class StreamProcessor:
     def _take_response_body(self, body: Any) -> list[Any]:
         if self._outcome is not None and self._is_success:
             self._record(self._outcome, body)
-        if not self._is_duplex_response:
-            return [messages.ProcessingResponse(response_body=messages.BodyResponse())]
-        pieces = _streamed(body.body, ends_stream=body.end_of_stream)
+        pieces = _pass_on(body, is_duplex=self._is_duplex_response)
         return [messages.ProcessingResponse(response_body=piece) for piece in pieces]
 
     def _record(self, outcome: routing_outcome.RoutedRequest, body: Any) -> None:
@@ -297,6 +299,11 @@ class StreamProcessor:
     def path(self) -> str:
         """The path of the request, without its query, as the frontend behind Envoy decodes it."""
         return parse.unquote(self.headers.get(":path", "").partition("?")[0])
+
+    @property
+    def reads_body(self) -> bool:
+        """Return whether the body of the request is read, and not only passed on."""
+        return self.path in ROUTED_PATHS and self.headers.get(":method") == "POST"
 
 
 def _read_headers(headers: Any) -> dict[str, str]:
@@ -330,6 +337,13 @@ def respond_at_once(answer: immediate.ImmediateAnswer) -> Any:
             body=answer.body,
         )
     )
+
+
+def _pass_on(body: Any, *, is_duplex: bool) -> list[Any]:
+    """Return what lets a body, or a piece of one, pass as it came."""
+    if is_duplex:
+        return _streamed(body.body, ends_stream=body.end_of_stream)
+    return [messages.BodyResponse()]
 
 
 def _streamed(body: bytes, *, ends_stream: bool) -> list[Any]:

@@ -5,7 +5,7 @@ Keys of our own, all optional: `default_plugins`, `mode`, `route_to` and `on_err
 `accepts_structured_output`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,7 +72,7 @@ class ReasoningFamily(_Section, frozen=True, kw_only=True):
 
 
 class VllmEndpoint(_Section, frozen=True, kw_only=True):
-    """The address of a server, for the gateway's destination header."""
+    """The address of a server, for the gateway's destination header; of several the one with the highest weight."""
 
     name: str
     address: str
@@ -400,12 +400,41 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
         """Return whether rules or tools are compared with a text by embedding."""
         return bool(self.embedding_rules) or self.tools.enabled
 
+    @property
+    def other_files(self) -> dict[str, str]:
+        """Return the names of the files that are read beside the configuration's own, by their keys."""
+        cache, tools = self.semantic_cache, self.tools
+        names = {
+            "tools.tools_db_path": tools.tools_db_path if tools.enabled else "",
+            "semantic_cache.backend_config_path": cache.backend_config_path
+            if cache.backend_type == "milvus"
+            else "",
+        }
+        return {key: name for key, name in names.items() if name}
+
     def find_model(self, served_name: str) -> ModelSettings | None:
         """Return the settings of a model, or for the name of an adapter those of the model that it changes."""
         references = (ref for decision in self.decisions for ref in decision.modelRefs)
         bases = (ref.model for ref in references if ref.lora_name == served_name)
         names = (served_name, *bases)
         return next((self.model_config[name] for name in names if name in self.model_config), None)
+
+
+def list_doubts(settings: SemanticConfig) -> Iterator[str]:
+    """Yield notes on decisions that never apply, and on those that no model is named for."""
+    for decision in settings.decisions:
+        path, rules = f"decisions.{decision.name}", decision.rules
+        if not rules.conditions:
+            yield f"{path}: it has no conditions, and never applies"
+        for kind in ("keyword", "embedding"):
+            names = {each.signal for each in rules.conditions if each.type == kind}
+            if rules.operator == "AND" and len(names) > 1:
+                yield (
+                    f"{path}: it never applies: one {kind} rule holds for a text, the first or the best, and it asks "
+                    f"for {', '.join(sorted(names))}"
+                )
+        if not (decision.modelRefs or settings.default_model):
+            yield f"{path}: no model in modelRefs and no default_model; its requests are refused"
 
 
 def fill_blanks(tree: Any, info: Any = None) -> Any:

@@ -104,7 +104,7 @@ class SemanticRouter:
         barred: Mapping[str, str] | None = None,
         api: rewriting.RequestApi = "chat",
     ) -> routing_outcome.RoutedRequest:
-        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
+        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model is there.
 
         `failed` are models that were asked and failed, each with its reason, and `barred` those that the caller may
         not ask; they are struck out. `classifiers` have what the encoders answered for this request (`list_inputs`);
@@ -364,6 +364,9 @@ class SemanticRouter:
         explanation.conversation = f"{'stayed' if stays else 'switched'}: {reason}"
         if not stays:
             return match, ""
+        references = [] if match is None or view.is_tool_result else match.settings.modelRefs
+        if references and references[0].served_name == turn.model:
+            return match, turn.model  # the text's own decision has that model, too
         earlier = next((d for d in self.settings.decisions if d.name == turn.decision), None)
         if earlier is None or earlier.mode == "observe":
             return (match if turn.decision else None), turn.model
@@ -420,7 +423,7 @@ class SemanticRouter:
         view: request_view.RequestView,
         explanation: routing_outcome.Explanation,
     ) -> config.ModelReference:
-        """Return the first model that can serve the request. Raises NoWorkers, with the reason for each.
+        """Return the first model that can serve the request. Raises NoWorkers or InvalidRequest, with their reasons.
 
         No other model gets what a guard sends to its own (`route_to`).
         """
@@ -441,10 +444,7 @@ class SemanticRouter:
             if refusal is None:
                 return reference
             explanation.struck_out[name] = refusal
-        reasons = "; ".join(explanation.list_refusals())
-        raise errors.NoWorkers(
-            f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
-        )
+        raise explanation.refuse([reference.served_name for reference in references])
 
     def _set_reasoning(
         self,

@@ -1,12 +1,13 @@
 """The outcome of a routed request: a request to forward or an answer to give at once, and why."""  # decider
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses
+from dynamo.base import addresses, errors
 from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
 
 ON, OFF = "on", "off"
+ABSENT = "no live worker"  # why a model is struck out, whatever the request is
 _MOST_NAME = 1000  # characters of a model's name in a header
 
 
@@ -20,7 +21,6 @@ class Explanation:
     confidence: float = 0.0
     requested_model: str = ""
     model: str = ""
-    endpoint: str = ""
     reasoning: str = OFF
     has_system_prompt: bool = False
     conversation: str = ""  # why the conversation stayed with its model or left it
@@ -43,6 +43,22 @@ class Explanation:
         """Return the reasons against each model, and those against barred ones once, without their names."""
         items, barred = self.struck_out.items(), self.barred
         return dict.fromkeys(why if name in barred else f"{name}: {why}" for name, why in items)
+
+    def refuse(self, models: Sequence[str]) -> errors.DynamoError:
+        """Return the error of a request that none of these models can serve, with the reason for each.
+
+        It is an InvalidRequest, caused by a NoWorkers, if all of them could serve another one.
+        """
+        reasons = "; ".join(self.list_refusals())
+        text = f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
+        absent = errors.NoWorkers(text)
+        if not models or any(
+            name in self.barred or self.struck_out[name] == ABSENT for name in models
+        ):
+            return absent
+        unfit = errors.InvalidRequest(text)
+        unfit.__cause__ = absent
+        return unfit
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that tell the client of it."""
@@ -111,12 +127,13 @@ class RoutedRequest:
         entry = settings.find_model(model)
         if entry is not None and entry.access_key:
             self.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
-        address_by_name = {
-            e.name: addresses.join(e.address, e.port) for e in settings.vllm_endpoints
-        }
-        for name in entry.preferred_endpoints[:1] if entry is not None else ():
-            self.explanation.endpoint = address_by_name[name]
-            self.upstream_headers.append(("x-vsr-destination-endpoint", address_by_name[name]))
+        by_name = {endpoint.name: endpoint for endpoint in settings.vllm_endpoints}
+        names = entry.preferred_endpoints if entry is not None else ()
+        if endpoints := [by_name[name] for name in names]:
+            # of equal ones it is the first
+            preferred = max(endpoints, key=lambda endpoint: endpoint.weight)
+            address = addresses.join(preferred.address, preferred.port)
+            self.upstream_headers.append(("x-vsr-destination-endpoint", address))
         if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
             self.upstream_headers.append(("x-selected-model", model))
         mutation = plugins.get("header_mutation")

@@ -4,19 +4,23 @@ import json
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.gateway import endpoint_picker
 from dynamo.gateway import ext_proc_pb2 as messages
 
-DUPLEX = messages.ProtocolConfiguration(request_body_mode=4)
 WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
 
 
 class Frontend:
-    """Answers the questions of the picker, and keeps them; it has a key if `key` is set."""
+    """Answers the questions of the picker, and keeps them; it has a key if `key` is set, and has lost `down`.
+
+    As the real one, it tells no log probabilities of prompts in a stream.
+    """
 
     def __init__(self):
         self.asked = []
         self.key = None
+        self.down = ()
 
     async def request(self, method, url, content=b"", *, timeout_s, headers):
         self.asked.append((method, url.removeprefix("http://127.0.0.1:8000"), content, headers))
@@ -26,6 +30,7 @@ class Frontend:
                 {
                     "instance_id": number,
                     "endpoint": "generate",
+                    "state": "down" if number in self.down else "ready",
                     "transport": {"tcp": f"tcp://{host}:1234"},
                 }
                 for number, host in WORKERS.items()
@@ -33,6 +38,8 @@ class Frontend:
             return 200, json.dumps({"instances": instances} if is_known else {}).encode()
         if not is_known:
             return 401, b'{"error": {}}'
+        if json.loads(content)["stream"] and "prompt_logprobs" in json.loads(content):
+            return 400, b'{"error": {}}'
         return 200, b'event: worker_instance_id\n: "8"\n\n'
 
 
@@ -51,6 +58,15 @@ def picker(frontend):
 
 async def pick(stream, path, body=None, **headers):
     """The headers that a request gets, or the status of its answer."""
+    answers = await answers_of(stream, path, body, **headers)
+    if answers[0].HasField("immediate_response"):
+        return answers[0].immediate_response.status.code
+    mutation = answers[0].request_headers.response.header_mutation
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+async def answers_of(stream, path, body=None, subset=None, mode=4, **headers):
+    """The answers to headers and body of a request; `subset` are the endpoints that the gateway allows."""
     values = {":method": "POST", ":path": path, **headers}
     head = messages.HttpHeaders(
         headers=messages.HeaderMap(
@@ -61,15 +77,16 @@ async def pick(stream, path, body=None, **headers):
         ),
         end_of_stream=body is None,
     )
-    first = messages.ProcessingRequest(request_headers=head, protocol_config=DUPLEX)
+    protocol = messages.ProtocolConfiguration(request_body_mode=mode)
+    first = messages.ProcessingRequest(request_headers=head, protocol_config=protocol)
+    if subset is not None:
+        namespace = first.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        namespace.update({"x-gateway-destination-endpoint-subset": subset})
     answers = await stream.process(first)
     if body is not None:
         whole = messages.HttpBody(body=body, end_of_stream=True)
         answers += await stream.process(messages.ProcessingRequest(request_body=whole))
-    if answers[0].HasField("immediate_response"):
-        return answers[0].immediate_response.status.code
-    mutation = answers[0].request_headers.response.header_mutation
-    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+    return answers
 
 
 async def test_worker_that_the_frontend_chooses_gets_the_request(picker):
@@ -114,6 +131,22 @@ async def test_pod_says_what_is_wrong_with_a_request(picker, frontend, body):
     assert [method for method, *_ in frontend.asked] == ["GET"]
 
 
+async def test_request_that_only_a_stream_may_not_be_goes_to_a_pod(picker):
+    body = b'{"model": "a", "prompt": "b", "prompt_logprobs": 1, "stream": false}'
+
+    headers = await pick(picker(), "/v1/completions", body)
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+
+
+@pytest.mark.parametrize("mode", [0, 1, 3])
+async def test_request_whose_body_does_not_come_whole_goes_to_any_pod(picker, mode, caplog):
+    headers = await pick(picker(), "/v1/completions", b'{"model": "a", "prompt": "b"}', mode=mode)
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+    assert "request_body_mode" in caplog.text
+
+
 async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
     frontend.key = "secret"
     body = b'{"model": "a", "prompt": "b"}'
@@ -124,3 +157,67 @@ async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
     assert allowed[endpoint_picker.WORKER] == "8"
     assert listed[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
     assert refused == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_metadata_of_the_answer_name_the_endpoint_of_the_header(picker, path):
+    first, *rest = await answers_of(picker(), path, b'{"model": "a", "prompt": "b"}')
+
+    (option, _) = first.request_headers.response.header_mutation.set_headers
+    named = first.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert named == option.header.raw_value.decode()
+    assert not any(answer.HasField("dynamic_metadata") for answer in rest)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("subset", [["10.0.0.7:8000", "10.9.9.9:8000"], "10.0.0.7:8000"])
+async def test_request_goes_to_an_endpoint_that_the_gateway_allows(picker, path, subset):
+    body = b'{"model": "a", "prompt": "b"}'  # the frontend would choose 10.0.0.8
+
+    for _ in range(2):
+        headers = await pick(picker(), path, body, subset=subset)
+
+        assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+        assert headers[endpoint_picker.WORKER] == "7"
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
+async def test_request_is_refused_where_the_gateway_allows_no_worker(picker, subset):
+    assert await pick(picker(), "/v1/completions", b"{}", subset=subset) == 503
+
+
+async def test_body_in_an_api_that_cannot_ask_for_a_worker_passes_piece_by_piece(picker):
+    stream, pieces = picker(), []
+    await pick(stream, "/v1/files", b"x" * 6000)
+    for _ in range(2):  # more than the picker would read of a request
+        piece = messages.ProcessingRequest(request_body=messages.HttpBody(body=b"x" * 6000))
+        pieces += await stream.process(piece)
+
+    bodies = [piece.request_body.response.body_mutation.streamed_response for piece in pieces]
+    assert [len(body.body) for body in bodies] == [6000, 6000]
+
+
+async def test_worker_that_the_frontend_has_lost_gets_no_turn(picker, frontend):
+    frontend.down = (7,)
+
+    found = [await pick(picker(), "/v1/responses", b"{}") for _ in range(2)]
+
+    assert {headers[endpoint_picker.WORKER] for headers in found} == {"8"}
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/"])
+async def test_frontend_may_be_named_by_its_url(frontend, address):
+    settings = endpoint_picker.EndpointPickerConfig(frontend=address)
+    questions = endpoint_picker.FrontendQuestions(settings)
+
+    await pick(endpoint_picker.PickingProcessor(questions, 10_000), "/v1/models")
+
+    assert [path for _, path, *_ in frontend.asked] == ["/health"]
+
+
+@pytest.mark.parametrize("address", ["", ":8000", "host:port", "ftp://host"])
+def test_address_that_is_none_is_refused_at_the_start(address):
+    settings = endpoint_picker.EndpointPickerConfig(frontend=address)
+
+    with pytest.raises(errors.ConfigError, match="--frontend"):
+        endpoint_picker.FrontendQuestions(settings)

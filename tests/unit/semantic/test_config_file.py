@@ -227,7 +227,6 @@ def test_guard_that_routes_to_no_model_is_refused(text):
 UNUSED = """
 default_model: m
 model_config: {m: {pricing: {prompt_per_1m: 2}, loras: [{name: x}]}}
-vllm_endpoints: [{name: a, address: b, port: 80, weight: 3}]
 semantic_cache: {use_hnsw: true, hnsw_m: 16, embedding_model: gemma, backend_config_path: x}
 categories: [{name: sums, mmlu_categories: [math], model_scores: [{model: m, score: 3}]}]
 api: {batch_classification: {max_batch_size: 5, max_concurrency: 3}}
@@ -240,7 +239,6 @@ def test_keys_without_effect_are_named():
 
     assert keys == {
         "model_config.m.loras",
-        "vllm_endpoints[0].weight",
         "semantic_cache.use_hnsw",
         "semantic_cache.embedding_model",
         "semantic_cache.backend_config_path",
@@ -252,10 +250,33 @@ def test_keys_without_effect_are_named():
 
 
 def test_decision_for_which_no_model_is_named_is_noted():
-    (note,) = parse("decisions: [{name: sums}]").notes
+    text = "decisions: [{name: sums, rules: {conditions: [{type: domain, name: math}]}}]"
+    (note,) = parse(text).notes
 
     assert note.startswith("decisions.sums: no model")
-    assert not parse("default_model: m\ndecisions: [{name: sums}]").notes
+    assert not parse(f"default_model: m\n{text}").notes
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ("{}", "it has no conditions"),
+        ("{operator: AND, conditions: [{type: keyword, name: a}, {type: keyword, name: b}]}", "for a, b"),
+    ],
+)  # fmt: skip
+def test_decision_that_never_applies_is_noted(rules, reason):
+    words = (
+        "keyword_rules: [{name: a, keywords: [x]}, {name: b, keywords: [y]}]\ndefault_model: m\n"
+    )
+
+    (note,) = parse(f"{words}decisions: [{{name: both, rules: {rules}}}]").notes
+
+    assert note.startswith("decisions.both: ")
+    assert reason in note
+    assert not parse(
+        words + "decisions: [{name: both, rules: {operator: OR, conditions: ["
+        "{type: keyword, name: a}, {type: keyword, name: b}]}}]"
+    ).notes
 
 
 @pytest.mark.parametrize(

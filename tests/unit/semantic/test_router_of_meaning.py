@@ -14,6 +14,7 @@ from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, SUM, chat, make_router
 
 IMAGE_BLOCK = {"type": "image", "source": {}}
+SESSION = {"x-session-id": "1"}
 
 
 def fields_of(outcome):
@@ -51,6 +52,17 @@ def test_name_that_is_no_header_is_not_made_one(name):
     outcome = make_router().route(chat("hello", name), {})
 
     assert outcome.upstream_headers == []
+
+
+@pytest.mark.parametrize(("weight", "address"), [(0.5, "10.0.0.1:8000"), (2, "10.0.0.2:8000")])
+def test_endpoint_with_the_highest_weight_is_asked(weight, address):
+    west = f"  - {{name: west, address: 10.0.0.2, port: 8000, weight: {weight}}}"
+    text = semantic_configs.CONFIG.replace("endpoints: [east]", "endpoints: [east, west]")
+    made = make_router(text.replace("keyword_rules:", f"{west}\nkeyword_rules:"))
+
+    headers = dict(made.route(chat(SUM), {}).upstream_headers)
+
+    assert headers["x-vsr-destination-endpoint"] == address
 
 
 def test_adapter_is_asked_at_the_address_of_its_model():
@@ -164,9 +176,9 @@ def test_attack_goes_to_no_other_model_than_that_of_its_guard():
 
 def test_conversation_is_guarded_by_the_decision_that_it_keeps():
     made = make_router()
-    made.route(chat(SUM, user="u"), {})
+    made.route(chat(SUM), SESSION)
 
-    outcome = made.route(chat(f"and with my card {CARD}", user="u"), {})
+    outcome = made.route(chat(f"and with my card {CARD}"), SESSION)
 
     assert dict(outcome.answer.headers)["x-vsr-pii-types"] == "B-CREDIT_CARD"
     assert dict(outcome.answer.headers)["x-vsr-selected-decision"] == "sums_decision"
@@ -378,6 +390,18 @@ def test_request_that_no_model_can_serve_names_the_reason_of_each():
         make_router(served=Served("mathy")).route(chat("python"), {})
 
 
+def test_request_that_each_model_could_serve_if_it_were_another_is_at_fault():
+    text = semantic_configs.CONFIG.replace("general: {}", "general: {accepts_images: false}")
+    image = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "python"}]
+    reasons = "coder: it takes no images; general: it takes no images"
+    body = chat([{"role": "user", "content": image}])
+
+    with pytest.raises(errors.InvalidRequest, match=reasons):
+        make_router(text).route(body, {})
+    with pytest.raises(errors.NoWorkers, match="coder: no live worker; general: it takes no"):
+        make_router(text, Served("general")).route(body, {})
+
+
 def turns(*texts):
     messages = [{"role": "user", "content": texts[0]}]
     for text in texts[1:]:
@@ -392,6 +416,19 @@ def test_conversation_keeps_its_model():
     outcome = made.route(chat(turns("Sort a list in python", "commit it")), {})
 
     assert fields_of(outcome)["model"] == "coder"
+    assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
+
+
+def test_conversation_follows_another_decision_with_the_model_that_it_keeps():
+    named = "{model: coder, use_reasoning: true, reasoning_effort: high}"
+    made = make_router(semantic_configs.CONFIG.replace(named, "{model: mathy}"))
+    made.route(chat(SUM), SESSION)
+
+    outcome = made.route(chat("python"), SESSION)
+
+    assert outcome.explanation.decision == "code_decision"
+    assert outcome.explanation.reasoning == "off"
+    assert fields_of(outcome)["model"] == "mathy"
     assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
 
 
@@ -418,16 +455,16 @@ def test_observed_decision_holds_no_conversation():
     rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
     trial = f"  - {{name: trial, mode: observe, {rules}}}\nprompt_guard:"
     made = make_router(semantic_configs.CONFIG.replace("prompt_guard:", trial))
-    made.route(chat(SUM, user="u"), {})
+    made.route(chat(SUM), SESSION)
 
-    assert fields_of(made.route(chat("python", user="u"), {}))["model"] == "coder"
+    assert fields_of(made.route(chat("python"), SESSION))["model"] == "coder"
 
 
 def test_conversation_switches_for_a_much_better_model():
     made = make_router()
-    made.route(chat("Sort a list in python", user="u"), {})
+    made.route(chat("Sort a list in python"), SESSION)
 
-    outcome = made.route(chat(SUM, user="u"), {})
+    outcome = made.route(chat(SUM), SESSION)
 
     assert fields_of(outcome)["model"] == "mathy"
     assert headers_of(outcome)["x-vsr-conversation"].startswith("switched")
@@ -443,21 +480,31 @@ def test_tool_result_goes_to_the_model_that_called_the_tool():
     assert fields_of(made.route(chat(result), {}))["model"] == "coder"
 
 
+def test_conversations_of_one_user_are_apart():
+    made = make_router()
+    made.route(chat(SUM, user="u"), {})
+
+    outcome = made.route(chat("hello", user="u"), {})
+
+    assert fields_of(outcome)["model"] == "general"
+    assert "x-vsr-conversation" not in headers_of(outcome)
+
+
 async def test_idle_conversation_is_decided_anew():
     at = clock.VirtualClock()
     made = make_router(at=at)
-    made.route(chat("python", user="u"), {})
+    made.route(chat("python"), SESSION)
 
     await at.advance(3600)
 
-    assert fields_of(made.route(chat("hello", user="u"), {}))["model"] == "general"
+    assert fields_of(made.route(chat("hello"), SESSION))["model"] == "general"
 
 
 def test_conversations_of_two_tenants_are_apart():
     made = make_router()
-    made.route(chat("python", user="u"), {}, "one")
+    made.route(chat("python"), SESSION, "one")
 
-    assert fields_of(made.route(chat("hello", user="u"), {}, "two"))["model"] == "general"
+    assert fields_of(made.route(chat("hello"), SESSION, "two"))["model"] == "general"
 
 
 @settings(max_examples=60, deadline=None)
