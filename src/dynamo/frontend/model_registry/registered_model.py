@@ -110,6 +110,10 @@ class RegisteredModel:
             for instance in replicas.live_instances
         )
 
+    def has_others(self, instance_ids: Collection[int]) -> bool:
+        """Return whether the model is served by an instance beside these."""
+        return any(each.instance_id not in instance_ids for each in self.instances)
+
     @property
     def is_ready(self) -> bool:
         """Return whether a request can be answered now."""
