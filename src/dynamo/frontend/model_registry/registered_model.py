@@ -110,7 +110,7 @@ class RegisteredModel:
             for instance in replicas.live_instances
         )
 
-    def has_others(self, instance_ids: Collection[int]) -> bool:
+    def has_others(self, instance_ids: Collection[int | None]) -> bool:
         """Return whether the model is served by an instance beside these."""
         return any(each.instance_id not in instance_ids for each in self.instances)
 
