@@ -518,6 +518,18 @@ async def test_peer_that_dies_after_another_one_had_the_request_only_if_it_has_a
     assert type(error) is errors.StreamBroken
 
 
+async def test_request_on_an_idle_connection_has_arrived_only_if_the_peer_has_answered(world):
+    """Over NATS the death of an idle peer is known with the next message, which is lost."""
+    peers, unanswered = [], Recorder()
+    listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
+    await world.plane().open(listener.address, ECHO, None, unanswered)
+    peers[-1].transport.close()
+    error = await unanswered.end()
+    listener.close()
+
+    assert type(error) is errors.StreamBroken
+
+
 async def test_open_on_a_closed_plane_is_an_error(world):
     address, plane = await world.plane().serve(ECHO, Holder()), world.plane()
     await plane.close()

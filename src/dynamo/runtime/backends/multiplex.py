@@ -21,7 +21,8 @@ _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 _MAX_GONE = 1024  # instances that are remembered as gone
 # After a peer has died, others may have died with it, as on one host, and their ends are not read yet: so long it is
-# asked whether a request has arrived, because one that had arrived at two peers that died is suspected.
+# asked whether a request has arrived, because one that had arrived at peers that died is suspected. It is asked of an
+# idle connection as well: its peer may have died long ago, as over NATS, which reports that with the next message.
 _DEATHS_S = 2.0
 
 
@@ -128,6 +129,7 @@ class MultiplexedPlane:
         if connection is None:
             connection = await self._share_connection(target)
         died_at, now = self._died_at, self._settings.time.now
+        has_death = died_at is not None and now() - died_at < _DEATHS_S
         return connection.open_stream(
             endpoint,
             body,
@@ -136,7 +138,7 @@ class MultiplexedPlane:
             timeout_s,
             may_move,
             gives_up_early=gives_up_early,
-            needs_proof=died_at is not None and now() - died_at < _DEATHS_S,
+            needs_proof=has_death or not connection.num_streams,
         )
 
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
