@@ -144,6 +144,8 @@ class MultiplexedPlane:
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
         for target, connection in self._connections.items():
             if target[1] == instance_id:
+                if address is not None:
+                    connection.check_idle_peer()
                 return None if connection.is_silent else connection.takes_requests
         if instance_id in self._gone or self._is_closed:
             return False
