@@ -252,6 +252,16 @@ async def test_embeddings_migrate_as_often_as_the_limit_says(bare):
     assert sum(len(worker.calls) for worker in workers) == 2
 
 
+async def test_vectors_of_one_answer_are_made_with_the_same_weights(bare):
+    await bare.start()
+    workers = [await bare.embedder(weights=weights) for weights in ("old", "new")]
+
+    answer = await bare.embed(*("x" * 190 for _ in range(8)))
+
+    assert len(vectors(answer)) == 8
+    assert sorted(len(worker.calls) for worker in workers) == [0, 2]
+
+
 async def test_failed_share_cancels_the_other_shares(rig):
     other = await rig.embedder()
     rig.one.script = lambda call, request: None

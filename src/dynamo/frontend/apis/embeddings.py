@@ -114,6 +114,7 @@ class EmbeddingDelivery:
         self._objects: list[Any] = [None] * plan.num_inputs
         self._num_missing = plan.num_inputs
         self._streams: list[requests.Stream] = []
+        self.weights = ""  # the fingerprint of those with which all vectors are made
         self.is_over = False  # complete, failed or abandoned
         client.on_disconnect(self._abandon)
 
@@ -167,10 +168,9 @@ class EmbeddingDelivery:
 
 
 class ShareReceiver:
-    """The receiver of one share's stream, and of the streams that follow when its worker is lost.
+    """The receiver of one share's streams: of its worker, and of others when that is lost.
 
-    `numbers` are the places in the whole request of the inputs that a worker is asked for.
-    `retry` asks another worker, or returns False.
+    `numbers` are the places of its inputs in the whole request; `retry` asks another worker, or returns False.
     """
 
     def __init__(
@@ -210,6 +210,7 @@ class ShareReceiver:
             self.reply.fail(error)
 
 
+SendShare = Callable[[ShareReceiver], Awaitable[None]]
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_CHARS = 16 * options.MAX_EMBEDDING_TOKENS  # so that far too long a text is not tokenized
 MIN_SHARE_TOKENS = 512  # fewer are not worth another worker
@@ -352,8 +353,7 @@ class EmbeddingPipeline:
         open_stream = functools.partial(self._open_stream, model, request, headers, deadline)
         send = functools.partial(self._send_share, model.name, open_stream)
         retry = functools.partial(self._retry, model, send)
-        lengths = list(map(blocks.count, request.inputs))
-        for numbers in split_inputs(lengths, len(model.instances)):
+        for numbers in split_inputs([*map(blocks.count, request.inputs)], len(model.instances)):
             if reply.is_over:  # the client disconnected, or an earlier share failed
                 return
             await send(ShareReceiver(reply, numbers, retry))
@@ -392,7 +392,7 @@ class EmbeddingPipeline:
 
         Raises as `RegisteredModel.open_stream`, or DeadlineExceeded if the request has waited for too long.
         """
-        limit_s, now = self._dispatcher.timeout_s, self._pipeline.clock.now()
+        reply, limit_s, now = share.reply, self._dispatcher.timeout_s, self._pipeline.clock.now()
         options = route.RoutingOptions(
             headers=headers,
             timeout_s=dispatch.remaining_s(deadline, now, limit_s),
@@ -401,14 +401,13 @@ class EmbeddingPipeline:
         found = dispatch.find_same_model(self._pipeline.models.find, model)
         part = tuple(request.inputs[number] for number in share.numbers)
         part_request = msgspec.structs.replace(request, inputs=part)
-        return await found.open_stream(part_request, share, options, avoid=share.tried_instances)
+        stream = await found.open_stream(
+            part_request, share, options, avoid=share.tried_instances, weights=reply.weights
+        )
+        reply.weights = reply.weights or found.weights_of(share.tried_instances[-1])
+        return stream
 
-    def _retry(
-        self,
-        model: RegisteredModel,
-        send: Callable[[ShareReceiver], Awaitable[None]],
-        share: ShareReceiver,
-    ) -> bool:
+    def _retry(self, model: RegisteredModel, send: SendShare, share: ShareReceiver) -> bool:
         """Start to migrate a share by the rules of `dispatch`; return False if it must not migrate."""
         error, policy = share.losses[-1], self._dispatcher.policy
         num_deaths = sum(isinstance(each, errors.WorkerDied) for each in share.losses)
@@ -423,15 +422,11 @@ class EmbeddingPipeline:
         verdict = policy.judge(num_migrations=len(share.losses) - 1, limit=limit, seq_len=0)
         if not may_migrate or verdict is not migration.MigrationVerdict.MIGRATE:
             return False
-        background = self._dispatcher.background
-        background.start("migrate a share of embeddings", self._migrate(send, share, error))
+        self._dispatcher.background.start("migrate vectors", self._migrate(send, share, error))
         return True
 
     async def _migrate(
-        self,
-        send: Callable[[ShareReceiver], Awaitable[None]],
-        share: ShareReceiver,
-        error: errors.DynamoError,
+        self, send: SendShare, share: ShareReceiver, error: errors.DynamoError
     ) -> None:
         """Send what is missing of a share to another worker, or fail the answer."""
         _logger.warning("Stream disconnected... recreating stream... (%s)", error)
