@@ -522,7 +522,9 @@ async def test_request_on_an_idle_connection_has_arrived_only_if_the_peer_has_an
     """Over NATS the death of an idle peer is known with the next message, which is lost."""
     peers, unanswered = [], Recorder()
     listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
-    await world.plane().open(listener.address, ECHO, None, unanswered)
+    plane = world.plane()
+    (await plane.open(listener.address, ECHO, None, Recorder())).cancel()
+    await plane.open(listener.address, ECHO, None, unanswered)
     peers[-1].transport.close()
     error = await unanswered.end()
     listener.close()

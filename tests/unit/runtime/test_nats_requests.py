@@ -135,6 +135,7 @@ async def test_connection_of_a_client_that_died_ends_when_another_client_comes()
     )
     listener = await server.listen(Protocol)
     await first.connect(listener.address, asyncio.Protocol)
+    await until(lambda: server._transports)
     await first.close()  # without a word to the server of its connection
     await second.connect(listener.address, asyncio.Protocol)
     await until(lambda: ends)

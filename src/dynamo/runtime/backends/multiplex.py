@@ -126,6 +126,7 @@ class MultiplexedPlane:
     ) -> requests.Stream:
         target = address, instance_id or 0
         connection = self._connections.get(target)
+        is_idle = connection is not None and not connection.num_streams
         if connection is None:
             connection = await self._share_connection(target)
         died_at, now = self._died_at, self._settings.time.now
@@ -138,7 +139,7 @@ class MultiplexedPlane:
             timeout_s,
             may_move,
             gives_up_early=gives_up_early,
-            needs_proof=has_death or not connection.num_streams,
+            needs_proof=is_idle or has_death,
         )
 
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
