@@ -518,6 +518,47 @@ async def test_peer_that_dies_after_another_one_had_the_request_only_if_it_has_a
     assert type(error) is errors.StreamBroken
 
 
+async def test_request_on_an_idle_connection_has_arrived_only_if_the_peer_has_answered(world):
+    """Over NATS the death of an idle peer is known with the next message, which is lost."""
+    peers, unanswered = [], Recorder()
+    listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
+    plane = world.plane()
+    (await plane.open(listener.address, ECHO, None, Recorder())).cancel()
+    await plane.open(listener.address, ECHO, None, unanswered)
+    peers[-1].transport.close()
+    error = await unanswered.end()
+    listener.close()
+
+    assert type(error) is errors.StreamBroken
+
+
+async def test_idle_peer_that_is_silent_is_no_longer_said_to_answer(world):
+    """Discovery asks whether the owner of a key that it has lost is alive."""
+    listener = await world.network().listen(lambda: Peer(WELCOME))
+    plane = world.plane(QUICK)
+    stream = await plane.open(listener.address, ECHO, None, Recorder(), instance_id=7)
+    stream.cancel()
+    answers = [plane.is_answering(7, listener.address)]
+    async with asyncio.timeout(PATIENT_S):
+        while answers[-1]:
+            await asyncio.sleep(QUICK.silence_s / 10)
+            answers.append(plane.is_answering(7, listener.address))
+    listener.close()
+
+    assert (answers[0], answers[-1]) == (True, None)
+
+
+async def test_idle_peer_that_lives_is_said_to_answer(held):
+    plane, _, address = held
+    (await plane.open(address, ECHO, None, Recorder(), instance_id=7)).cancel()
+    answers = []
+    for _ in range(20):
+        answers.append(plane.is_answering(7, address))
+        await asyncio.sleep(0.01)
+
+    assert answers == [True] * 20
+
+
 async def test_open_on_a_closed_plane_is_an_error(world):
     address, plane = await world.plane().serve(ECHO, Holder()), world.plane()
     await plane.close()

@@ -150,8 +150,11 @@ class RequestDispatch:
 
         A suspect is failed here, by an error that says so.
         """
-        # a request that has migrated need not fail because the next worker is full
-        is_full = attempt.num_moves > 0 and isinstance(error, errors.Unavailable)
+        # neither a request that has migrated nor a new one need fail because one worker is full
+        is_full = isinstance(error, errors.Unavailable) and (
+            attempt.num_moves > 0
+            or (not attempt.has_begun and self._model.has_others({attempt.instance_id}))
+        )
         if self._instance_id is not None or not (is_full or isinstance(error, errors.WorkerLost)):
             return False
         policy, card = self._shared.policy, self._model.card
@@ -168,9 +171,10 @@ class RequestDispatch:
             seq_len=original.prompt_len + max(map(blocks.count, answered.values())),
         )
         if self._meter.explanations is not None:
-            cause = f"its worker was lost ({error.code})"
+            event = "refused it" if is_full else "was lost"
+            cause = f"its worker {event} ({error.code})"
             if attempt.instance_id is not None:
-                cause = f"instance {attempt.instance_id:x} was lost ({error.code})"
+                cause = f"instance {attempt.instance_id:x} {event} ({error.code})"
             explained = explanation.RoutingExplanation(
                 kind="migration",
                 policy=type(policy).__name__,

@@ -4,8 +4,9 @@ The tokens that have come become the end of the prompt, marked as output (`Reque
 penalties, grammars and limits of thinking continue as if nothing had happened. The state of the answer to the client
 is kept by the delivery, which sees one answer all along: its text, its parsers, its usage.
 
-Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot serve, another cannot serve either. A
-request that may have killed its worker (`router.retry_rules`) does not migrate, because it would kill the next one too.
+Only the loss of a worker is a reason (`WorkerLost`), or that it is full before the first token (`Unavailable`): what an
+engine cannot serve, another cannot serve either. A request that may have killed its worker (`router.retry_rules`) does
+not migrate, because it would kill the next one too.
 """
 
 import enum

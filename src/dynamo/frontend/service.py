@@ -197,7 +197,7 @@ class Frontend:
             **shared_responses.routes,
             **self._usage_of_keys.routes,
         }
-        vectors = embeddings.EmbeddingPipeline(request_pipeline, timeout_s=timeout_s)
+        vectors = embeddings.EmbeddingPipeline(request_pipeline, self._dispatcher)
         cache_clearer = status.CacheClearer(self.models, runtime.client)
         self._app = operation.App(
             self._declare_operations(

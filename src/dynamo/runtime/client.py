@@ -3,7 +3,8 @@
 An instance that could not be reached, or broke in the middle of an answer, is *down*: it is chosen only when no other
 is left, until discovery reports it again or one request has reached it. Every `inhibited_s` one request may try it,
 while the others keep away. So a worker that was killed costs one failed attempt, not one per request, a stopped one
-keeps one request waiting at a time, and a hiccup of the network heals by itself.
+keeps one request waiting at a time, and a hiccup of the network heals by itself. One that discovery has lost, and that
+may live or be unready, is chosen only when no other is left, for as long as that lasts.
 
 Three ways to ask: `call` returns one reply, `stream` iterates over many, and `open` delivers by callback, which is the
 cheapest per item.
@@ -13,6 +14,7 @@ import asyncio
 import bisect
 import functools
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
@@ -65,6 +67,7 @@ class EndpointClient:
         self.instances: Mapping[int, instances.Instance] = self._instances
         self._ids: tuple[int, ...] = ()
         self._down_until: dict[int, float] = {}
+        self._unconfirmed: set[int] = set()  # discovery has lost them, and they may live
         self._last_chosen = 0  # by round robin
         self._listeners: list[Callable[[], None]] = []
         self._is_served = asyncio.Event()
@@ -135,7 +138,7 @@ class EndpointClient:
                     raise
                 lost_by_id[chosen] = error
             else:
-                self._down_until.pop(chosen, None)
+                self._note_reached(chosen)
                 if on_asked is not None:
                     on_asked(chosen)
                 return stream
@@ -193,9 +196,16 @@ class EndpointClient:
         return chosen
 
     def report_down(self, instance_id: int) -> None:
-        """Try this instance last for a while."""
+        """Try this instance last for a while, or as long as discovery does not confirm it."""
         if instance_id in self._instances:
-            self._down_until[instance_id] = self._clock.now() + self._inhibited_s
+            is_unconfirmed = instance_id in self._unconfirmed
+            until = math.inf if is_unconfirmed else self._clock.now() + self._inhibited_s
+            self._down_until[instance_id] = until
+
+    def _note_reached(self, instance_id: int) -> None:
+        """Choose this instance as the others again, unless discovery has lost it."""
+        if instance_id not in self._unconfirmed:
+            self._down_until.pop(instance_id, None)
 
     def usable(
         self, among: Collection[int] | None = None, tried: Collection[int] = ()
@@ -207,9 +217,17 @@ class EndpointClient:
     def is_down(self, instance_id: int) -> bool:
         """Return whether this instance has ended its connection, or the last request failed to reach it, or broke.
 
-        Discovery lists a killed process until its lease ends; its connection ends at once.
+        Discovery lists a killed process until its lease ends; its connection ends at once. Of one that was lost for a
+        while this tries the connection, so that it is not down until a request comes.
         """
-        return instance_id in self._down_until or self._plane.is_answering(instance_id) is False
+        until = self._down_until.get(instance_id)
+        if until is None:
+            return self._plane.is_answering(instance_id) is False
+        if self._clock.now() >= until:
+            address = self._instances[instance_id].transport[self._plane.name]
+            if self._plane.is_answering(instance_id, address):
+                self._note_reached(instance_id)
+        return instance_id in self._down_until
 
     def _has_alternative(
         self, instance_id: int, alternatives: Callable[[], Collection[int]]
@@ -273,8 +291,10 @@ class EndpointClient:
         else:
             self._instances.pop(instance_id, None)
         if isinstance(change, discovery.Put) and not change.is_confirmed:
+            self._unconfirmed.add(instance_id)
             self.report_down(instance_id)
         else:
+            self._unconfirmed.discard(instance_id)
             self._down_until.pop(instance_id, None)
         self._ids = tuple(sorted(self._instances))
         if self._ids:

@@ -173,7 +173,7 @@ class RequestPlane(Protocol):
         """Return whether an instance answers on its connection, without waiting.
 
         False: it has ended its connection, or takes no new streams. None: unknown, because there is no connection or it
-        is silent; a connection to `address` is tried, so that a later question may get an answer.
+        is silent. With `address` a connection is tried, or an idle one checked, for the answer to a later question.
         """
         ...
 

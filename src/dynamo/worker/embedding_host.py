@@ -59,6 +59,7 @@ class EmbeddingHost:
         self._metrics.follow(runtime)
         self._files = cards.FileSharing(runtime, clock)
         self._tasks = tasks.Tasks()
+        self._requests: EmbeddingRequests | None = None  # from the start on
         self._is_ready = False
         self.system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
@@ -74,7 +75,7 @@ class EmbeddingHost:
         facts = await self._embedder.start()
         await after_load()
         card = await self._files.share(self._make_card(facts), self._endpoint)
-        accepted = EmbeddingRequests(
+        self._requests = accepted = EmbeddingRequests(
             self._embedder,
             facts,
             limit=self._request_limit,
@@ -94,8 +95,13 @@ class EmbeddingHost:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before."""
         self._is_ready = False
-        if not await self._runtime.drain(timeout_s, grace_s):
-            _logger.warning("some requests did not finish within %g s", timeout_s)
+        if not await self._runtime.drain(timeout_s, grace_s) and self._requests is not None:
+            _logger.warning(
+                "%d requests did not finish within %g s: other workers continue them",
+                len(self._requests),
+                timeout_s,
+            )
+            self._requests.hand_over(errors.WorkerLost("the worker stops: ask another"))
         await self._files.close()
         await self._tasks.close()
         await self._embedder.stop()
@@ -212,6 +218,12 @@ class EmbeddingRequests:
             self._release(call_id, errors.Cancelled("the caller went away"))
 
         call.on_cancel(cancel)
+
+    def hand_over(self, refusal: errors.WorkerLost) -> None:
+        """Fail all requests, so that other workers answer them."""
+        for call_id in list(self._entry_by_id):
+            if (entry := self._release(call_id, refusal)) is not None:
+                entry.call.fail(refusal)
 
     async def run(self) -> None:
         """Embed batch after batch, until cancelled."""

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
-from dynamo.protocols import encoders, generate, model_card
+from dynamo.protocols import blocks, encoders, generate, model_card
 
 
 @pytest.fixture
@@ -184,6 +184,82 @@ async def test_failure_or_malformed_reply_of_a_worker_is_an_error(rig, script, s
 
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+def lose(workers, *losses):
+    """Let these workers answer, but lose the next requests by these errors, each after the vector of its last text."""
+    left = list(losses)
+
+    def script(call, request):
+        for number, token_ids in reversed(list(enumerate(request.inputs))):
+            text = blocks.unpack(token_ids)
+            call.reply(encoders.Vectors((number,), encoders.pack([len(text), text[0], 0, 0])))
+            if left:
+                call.fail(left.pop(0))
+                return
+        call.finish()
+
+    for worker in workers:
+        worker.script = script
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.WorkerLost("the worker is draining: ask another"),
+        errors.StreamBroken("worker at x closed the connection"),
+        errors.WorkerDied("worker at x closed the connection"),
+        errors.Overloaded("Server overloaded: worker at capacity"),
+    ],
+)
+async def test_rest_of_a_lost_share_is_embedded_by_another_worker(rig, error):
+    other = await rig.embedder()
+    lose((rig.one, other), error)
+
+    answer = await rig.embed("abc", "de", "f")
+
+    assert vectors(answer) == [[3, 97, 0, 0], [2, 100, 0, 0], [1, 102, 0, 0]]
+    assert sorted((rig.one.prompts, other.prompts)) == [["abc", "de"], ["abc", "de", "f"]]
+
+
+async def test_migrated_embeddings_are_counted(rig):
+    lose((rig.one, await rig.embedder()), errors.StreamBroken("gone"))
+    await rig.embed("abc", "d")
+
+    found = await rig.metrics()
+    name = 'dynamo_frontend_model_migration_total{migration_type="ongoing_request",model="e"}'
+    assert found[name] == 1
+
+
+async def test_embeddings_of_which_two_workers_died_are_sent_to_no_other(rig):
+    others = [await rig.embedder() for _ in range(2)]
+    lose((rig.one, *others), *[errors.WorkerDied("gone")] * 3)
+
+    answer = await rig.embed("a", "b", "c", "d")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "suspect_request")
+    assert sum(len(worker.calls) for worker in (rig.one, *others)) == 2
+
+
+async def test_embeddings_migrate_as_often_as_the_limit_says(bare):
+    await bare.start(migration_limit=1)
+    workers = [await bare.embedder() for _ in range(3)]
+    lose(workers, *[errors.StreamBroken("gone")] * 3)
+
+    answer = await bare.embed("a", "b", "c", "d")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stream_broken")
+    assert sum(len(worker.calls) for worker in workers) == 2
+
+
+async def test_vectors_of_one_answer_are_made_with_the_same_weights(bare):
+    await bare.start()
+    workers = [await bare.embedder(weights=weights) for weights in ("old", "new")]
+
+    answer = await bare.embed(*("x" * 190 for _ in range(8)))
+
+    assert len(vectors(answer)) == 8
+    assert sorted(len(worker.calls) for worker in workers) == [0, 2]
 
 
 async def test_failed_share_cancels_the_other_shares(rig):

@@ -316,6 +316,22 @@ async def test_migrated_request_survives_a_full_worker(workers):
     assert (await workers.chat()).json()["choices"][0]["message"]["content"] == SAYS
 
 
+async def test_new_request_that_a_full_worker_refuses_goes_to_another(workers):
+    fail_after(workers, 0, error=errors.Overloaded("full"))
+    answer = await workers.chat()
+
+    assert answer.json()["choices"][0]["message"]["content"] == SAYS
+    assert [len(worker.requests) for worker in (workers.one, workers.two)] == [1, 1]
+
+
+async def test_request_that_all_workers_refuse_is_told_when_to_try_again(workers):
+    fail_after(workers, *[0] * 9, error=errors.Overloaded("full", retry_after_s=7))
+    answer = await workers.chat()
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    assert {len(worker.requests) for worker in (workers.one, workers.two)} == {2}
+
+
 async def test_request_for_one_instance_does_not_migrate(workers):
     workers.one.script = Speaker(cuts=[3])
     header = {"x-worker-instance-id": str(workers.one.instance.instance_id)}

@@ -275,6 +275,27 @@ async def test_model_with_unreadable_files_is_not_listed_and_requests_say_why(
     assert "cannot read" in answer.json()["error"]["message"]
 
 
+async def test_model_is_served_once_its_files_can_be_read(
+    rig, tmp_path, model_dir, caplog, monkeypatch
+):
+    monkeypatch.setattr(registry, "RELOAD_S", 0.01)
+    folder, away = tmp_path / "late", tmp_path / "away"
+    shutil.copytree(model_dir, folder)
+    card = card_of(folder, "late")
+    folder.rename(away)
+    runtime = await rig._stack.enter_async_context(
+        await component.DistributedRuntime.in_memory(rig.cluster, item_type=generate.Output)
+    )
+    name = instances.EndpointName("dynamo", "other", "generate")
+    await runtime.register(name, lambda call: call.finish(), card.record_for)
+    await rig.until(lambda: "cannot serve the model 'late'" in caplog.text)
+    away.rename(folder)
+    await rig.until(lambda: len(rig.frontend.models.ready) == 2)
+
+    assert await names(rig) == ["late", "m"]
+    assert caplog.text.count("cannot serve the model 'late'") == 1
+
+
 @pytest.mark.parametrize("value", [b"", b"{}", b"\xff", b"null"])
 async def test_malformed_card_is_ignored(rig, value, caplog):
     await rig.one.runtime.discovery.put(instances.CARDS + "a/b/c/1", value)

@@ -27,12 +27,15 @@ class Plane:
     def __init__(self):
         self.asked, self.receivers, self.dead, self.may_move = [], [], set(), None
         self.ended = set()  # instances whose connection has ended
+        self.answering = set()  # instances that are known to answer
         self.elsewhere = set()  # they serve another endpoint by now
         self.may_open = asyncio.Event()
         self.may_open.set()
 
     def is_answering(self, instance_id, address=None):
-        return False if instance_id in self.ended else None
+        if instance_id in self.ended:
+            return False
+        return True if instance_id in self.answering else None
 
     async def open(
         self,
@@ -101,6 +104,11 @@ class World:
 
     async def delete(self, number):
         await self.registry.delete(f"{instances.INSTANCES}{NAME.path}/{number:x}")
+        await self.settle()
+
+    async def doubt(self, number):
+        """Discovery has lost this instance, and it may live."""
+        self.registry._registry.view.doubt(f"{instances.INSTANCES}{NAME.path}/{number:x}")
         await self.settle()
 
     async def settle(self):
@@ -344,6 +352,46 @@ async def test_instance_whose_connection_has_ended_is_down(world):
     world.plane.ended = {10}
 
     assert [world.client.is_down(number) for number in (10, 20)] == [True, False]
+
+
+async def test_lost_instance_that_answers_again_is_not_down_though_no_request_comes(world):
+    await world.put(10)
+    world.client.report_down(10)
+    world.plane.answering = {10}
+    verdicts = [world.client.is_down(10)]
+    await world.clock.advance(5)
+    verdicts.append(world.client.is_down(10))
+
+    assert verdicts == [True, False]
+
+
+async def test_lost_instance_that_does_not_answer_stays_down(world):
+    await world.put(10)
+    world.client.report_down(10)
+    await world.clock.advance(60)
+
+    assert world.client.is_down(10)
+
+
+async def test_instance_that_discovery_has_lost_is_asked_last_though_it_answers(world):
+    await world.put(10, 20)
+    await world.doubt(10)
+    await world.ask(instance_id=10)
+    await world.clock.advance(60)
+    asked = [await world.ask() for _ in range(3)]
+    await world.delete(20)
+    asked.append(await world.ask())
+
+    assert asked == [[20], [20], [20], [10]]
+
+
+async def test_instance_that_discovery_confirms_again_takes_its_turn(world):
+    await world.put(10, 20)
+    await world.doubt(10)
+    await world.put(10)
+    asked = [await world.ask() for _ in range(2)]
+
+    assert sorted(asked) == [[10], [20]]
 
 
 async def test_silent_instance_is_always_given_up_by_those_who_need_not_ask_it(world):

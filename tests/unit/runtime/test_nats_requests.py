@@ -1,5 +1,6 @@
 """What one side of a link says, the other hears in full, or knows that it did not."""
 
+import asyncio
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import clock, errors
 from dynamo.runtime.backends.nats import planes
+from waiting import until
 
 LIMIT = planes.HEADER.size + 5
 writes = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=8)
@@ -87,3 +89,56 @@ async def test_closed_subscription_to_events_keeps_its_listener_no_longer():
     gc.collect()  # the subscription and its receiver refer to each other
 
     assert kept() is None
+
+
+class Member:
+    """The connection of one of several processes; `inboxes` are those that the server knows, by subject."""
+
+    clock = clock.SystemClock()
+    max_message_bytes, backlog_bytes = 2**20, 0
+
+    def __init__(self, inboxes):
+        self._inboxes = inboxes
+
+    def on_lost(self, listener):
+        pass
+
+    def is_back_since(self, duration_s):
+        return False
+
+    async def wait_connected(self, limit_s):
+        pass
+
+    async def subscribe(self, subject, on_message):
+        self._inbox = subject.removesuffix(".*")
+        self._inboxes[self._inbox] = on_message
+        return self
+
+    async def close(self):
+        self._inboxes.pop(self._inbox, None)
+
+    def publish(self, subject, data, reply=""):
+        if (listener := self._inboxes.get(subject.rpartition(".")[0])) is None:
+            listener, subject, data, reply = self._inboxes[self._inbox], reply, b"", ""
+        asyncio.get_running_loop().call_soon(listener, subject, reply, data)
+
+
+async def test_connection_of_a_client_that_died_ends_when_another_client_comes():
+    inboxes, ends = {}, []
+
+    class Protocol(asyncio.Protocol):
+        def connection_lost(self, exc):
+            ends.append(exc)
+
+    server, first, second = (
+        planes.NatsNetwork(Member(inboxes), namespace="n", number=number) for number in range(3)
+    )
+    listener = await server.listen(Protocol)
+    await first.connect(listener.address, asyncio.Protocol)
+    await until(lambda: server._transports)
+    await first.close()  # without a word to the server of its connection
+    await second.connect(listener.address, asyncio.Protocol)
+    await until(lambda: ends)
+    await second.close()
+
+    assert len(server._transports) == len(ends) == 1

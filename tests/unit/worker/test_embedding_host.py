@@ -274,3 +274,22 @@ async def test_stopped_embedding_host_is_not_in_discovery(world):
     client = asker.client(ENDPOINT)
     with pytest.raises(errors.NoWorkers):
         await client.wait_for_instances(0.01)
+
+
+async def test_request_that_outlives_the_drain_is_handed_over_to_another_worker(world, monkeypatch):
+    host, asker = world
+    was_asked = asyncio.Event()
+
+    async def never(embedder, batch):
+        was_asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MockEmbedder, "embed", never)
+    await host.start()
+    asked = asyncio.ensure_future(ask(asker, [1]))
+    await asyncio.wait_for(was_asked.wait(), PATIENT_S)
+    await host.stop(0.01)
+
+    with pytest.raises(errors.WorkerLost, match="the worker stops: ask another") as caught:
+        await asyncio.wait_for(asked, PATIENT_S)
+    assert type(caught.value) is errors.WorkerLost

@@ -1,31 +1,34 @@
 """`POST /v1/embeddings`: requests, their path to workers, as `pipeline` is that of generated text, and answers.
 
 The path is separate, because almost nothing is shared: no template, no sampling, no stream, no choices. The inputs of
-a request are dealt out in *shares*, one for each worker. What a worker replies is encoded as it comes, a batch at a
-time, so that a large answer never delays the streams of other requests for long. The answer ends exactly once:
-complete, failed, or abandoned by the client; whatever still runs at a worker is then cancelled.
+a request are dealt out in *shares*, one for each worker; of one that is lost, another worker gets what is missing. What
+a worker replies is encoded as it comes, a batch at a time, so that a large answer never delays the streams of other
+requests for long. The answer ends exactly once: complete, failed, or abandoned by the client; whatever still runs at a
+worker is then cancelled.
 """
 
 import base64
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import dispatch, metrics, pipeline
+from dynamo.frontend import dispatch, metrics, migration, pipeline, waiting
 from dynamo.frontend.apis import completions, error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import inputs, options
 from dynamo.protocols import blocks, encoders, generate, model_card
-from dynamo.router import route
+from dynamo.router import retry_rules, route
 from dynamo.runtime import requests
 from dynamo.runtime.http import exchange, json_body
 
+_logger = logging.getLogger(__name__)
 _decode_vectors = msgspec.msgpack.Decoder(encoders.Vectors).decode
 
 
@@ -107,10 +110,11 @@ class EmbeddingDelivery:
     ) -> None:
         self._client = client
         self.plan = plan
-        self._meter = meter
+        self.meter = meter
         self._objects: list[Any] = [None] * plan.num_inputs
         self._num_missing = plan.num_inputs
         self._streams: list[requests.Stream] = []
+        self.weights = ""  # the fingerprint of those with which all vectors are made
         self.is_over = False  # complete, failed or abandoned
         client.on_disconnect(self._abandon)
 
@@ -139,23 +143,23 @@ class EmbeddingDelivery:
             return
         body = sse.encode(self.plan.api.make_answer(self.plan, self._objects))
         self._close()
-        self._meter.record_success()
+        self.meter.record_success()
         self._client.respond(200, body, headers=self.plan.headers)
 
-    def has_vectors(self, numbers: Sequence[int]) -> bool:
-        """Return whether the vectors of all these inputs have come."""
-        return all(self._objects[number] is not None for number in numbers)
+    def find_missing(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of these inputs whose vectors have not come."""
+        return [number for number in numbers if self._objects[number] is None]
 
     def fail(self, error: errors.DynamoError) -> None:
         """End the answer by an error, unless it is over."""
         if not self.is_over:
             self._close()
-            self._meter.record_failure(error)
+            self.meter.record_failure(error)
             delivery.respond_error(self._client, error, self.plan.api.dialect, self.plan.headers)
 
     def _abandon(self) -> None:
         self._close()
-        self._meter.record_disconnect()
+        self.meter.record_disconnect()
 
     def _close(self) -> None:
         self.is_over = True
@@ -164,35 +168,49 @@ class EmbeddingDelivery:
 
 
 class ShareReceiver:
-    """The receiver of one share's stream. `numbers` are its inputs' places in the whole request."""
+    """The receiver of one share's streams: of its worker, and of others when that is lost.
 
-    def __init__(self, reply: EmbeddingDelivery, numbers: Sequence[int]) -> None:
-        self._reply = reply
-        self._numbers = numbers
+    `numbers` are the places of its inputs in the whole request; `retry` asks another worker, or returns False.
+    """
+
+    def __init__(
+        self,
+        reply: EmbeddingDelivery,
+        numbers: Sequence[int],
+        retry: Callable[["ShareReceiver"], bool],
+    ) -> None:
+        self.reply, self.numbers, self._retry = reply, numbers, retry
+        self.tried_instances: list[int] = []
+        self.losses: list[errors.DynamoError] = []
 
     def receive(self, output: generate.Output) -> None:
         del output
-        self._reply.fail(errors.RemoteProtocolError("expected vectors from the worker"))
+        self.reply.fail(errors.RemoteProtocolError("expected vectors from the worker"))
 
     def replied(self, body: msgspec.Raw) -> None:
-        if self._reply.is_over:
+        if self.reply.is_over:
             return
         try:
             vectors = _decode_vectors(body)
-            numbers = [self._numbers[number] for number in vectors.numbers]
-            self._reply.add_vectors(numbers, vectors.data)
+            numbers = [self.numbers[number] for number in vectors.numbers]
+            self.reply.add_vectors(numbers, vectors.data)
         except errors.RemoteProtocolError as error:
-            self._reply.fail(error)
+            self.reply.fail(error)
         except (msgspec.DecodeError, IndexError) as error:
-            self._reply.fail(errors.RemoteProtocolError(f"expected vectors: {error}"))
+            self.reply.fail(errors.RemoteProtocolError(f"expected vectors: {error}"))
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        if error is not None:
-            self._reply.fail(error)
-        elif not self._reply.has_vectors(self._numbers):
-            self._reply.fail(errors.StreamBroken("the worker ended before its answer did"))
+        missing = self.reply.find_missing(self.numbers)
+        if self.reply.is_over or not missing:
+            return
+        error = error or errors.StreamBroken("the worker ended before its answer did")
+        self.numbers = missing
+        self.losses.append(error)
+        if not self._retry(self):
+            self.reply.fail(error)
 
 
+SendShare = Callable[[ShareReceiver], Awaitable[None]]
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_CHARS = 16 * options.MAX_EMBEDDING_TOKENS  # so that far too long a text is not tokenized
 MIN_SHARE_TOKENS = 512  # fewer are not worth another worker
@@ -261,9 +279,9 @@ API = EmbeddingApi(
 class EmbeddingPipeline:
     """Answers requests for embeddings."""
 
-    def __init__(self, requests: pipeline.Pipeline, *, timeout_s: float | None) -> None:
+    def __init__(self, requests: pipeline.Pipeline, dispatcher: dispatch.Dispatcher) -> None:
         self._pipeline = requests
-        self._timeout_s = timeout_s
+        self._dispatcher = dispatcher
 
     def seconds_since(self, arrived_at: float) -> float:
         """Return how long ago a request arrived."""
@@ -330,55 +348,95 @@ class EmbeddingPipeline:
         headers = dict(reply.plan.headers)
         if arrival.trace is not None:
             headers |= arrival.trace.headers()
-        limit_s = self._timeout_s
+        limit_s = self._dispatcher.timeout_s
         deadline = None if limit_s is None else self._pipeline.clock.now() + limit_s
-        lengths = list(map(blocks.count, request.inputs))
-        for numbers in split_inputs(lengths, len(model.instances)):
+        open_stream = functools.partial(self._open_stream, model, request, headers, deadline)
+        send = functools.partial(self._send_share, model.name, open_stream)
+        retry = functools.partial(self._retry, model, send)
+        for numbers in split_inputs([*map(blocks.count, request.inputs)], len(model.instances)):
             if reply.is_over:  # the client disconnected, or an earlier share failed
                 return
-            share = encoders.EmbeddingRequest(
-                id=request.id,
-                model=request.model,
-                inputs=tuple(request.inputs[number] for number in numbers),
-                dimensions=request.dimensions,
+            await send(ShareReceiver(reply, numbers, retry))
+
+    async def _send_share(
+        self,
+        model_name: str,
+        open_stream: Callable[[ShareReceiver], Awaitable[requests.Stream]],
+        share: ShareReceiver,
+    ) -> None:
+        """Send the inputs of a share to a worker as soon as there is one, or fail the answer."""
+        try:
+            stream = await self._pipeline.worker_wait.until_served(
+                lambda: open_stream(share),
+                model_name,
+                is_over=lambda: share.reply.is_over,
+                is_under_way=bool(share.losses),
             )
-            try:
-                stream = await self._pipeline.worker_wait.until_served(
-                    functools.partial(
-                        self._open_stream,
-                        model,
-                        share,
-                        ShareReceiver(reply, numbers),
-                        headers,
-                        deadline,
-                    ),
-                    model.name,
-                    is_over=lambda: reply.is_over,
-                )
-            except errors.DynamoError as error:
-                reply.fail(error)
-                return
-            except Exception:  # a fault of ours: nothing else would end the answer
-                reply.fail(errors.DynamoError(dispatch.LOST_ANSWER))
-                raise
-            reply.add_stream(stream)
+        except errors.DynamoError as error:
+            share.reply.fail(error)
+        except Exception:  # a fault of ours: nothing else would end the answer
+            share.reply.fail(errors.DynamoError(dispatch.LOST_ANSWER))
+            raise
+        else:
+            share.reply.add_stream(stream)
 
     async def _open_stream(
         self,
         model: RegisteredModel,
-        share: encoders.EmbeddingRequest,
-        receiver: ShareReceiver,
+        request: encoders.EmbeddingRequest,
         headers: Mapping[str, str],
         deadline: float | None,
+        share: ShareReceiver,
     ) -> requests.Stream:
-        """Send a share to an instance of the model as it is served now.
+        """Send a share to an instance of the model as it is served now, if possible to none that had it.
 
         Raises as `RegisteredModel.open_stream`, or DeadlineExceeded if the request has waited for too long.
         """
-        timeout_s = dispatch.remaining_s(deadline, self._pipeline.clock.now(), self._timeout_s)
+        reply, limit_s, now = share.reply, self._dispatcher.timeout_s, self._pipeline.clock.now()
+        options = route.RoutingOptions(
+            headers=headers,
+            timeout_s=dispatch.remaining_s(deadline, now, limit_s),
+            on_dispatched=share.tried_instances.append,
+        )
         found = dispatch.find_same_model(self._pipeline.models.find, model)
-        options = route.RoutingOptions(headers=headers, timeout_s=timeout_s)
-        return await found.open_stream(share, receiver, options)
+        part = tuple(request.inputs[number] for number in share.numbers)
+        part_request = msgspec.structs.replace(request, inputs=part)
+        stream = await found.open_stream(
+            part_request, share, options, avoid=share.tried_instances, weights=reply.weights
+        )
+        reply.weights = reply.weights or found.weights_of(share.tried_instances[-1])
+        return stream
+
+    def _retry(self, model: RegisteredModel, send: SendShare, share: ShareReceiver) -> bool:
+        """Start to migrate a share by the rules of `dispatch`; return False if it must not migrate."""
+        error, policy = share.losses[-1], self._dispatcher.policy
+        num_deaths = sum(isinstance(each, errors.WorkerDied) for each in share.losses)
+        if num_deaths >= retry_rules.MAX_DEATHS:
+            share.reply.fail(retry_rules.make_error(share.reply.plan.request_id, num_deaths))
+            return True
+        may_migrate = isinstance(error, errors.WorkerLost) or (
+            isinstance(error, errors.Unavailable)
+            and (len(share.losses) > 1 or model.has_others(share.tried_instances))
+        )
+        limit = policy.limit_of(model.card.migration_limit)
+        verdict = policy.judge(num_migrations=len(share.losses) - 1, limit=limit, seq_len=0)
+        if not may_migrate or verdict is not migration.MigrationVerdict.MIGRATE:
+            return False
+        self._dispatcher.background.start("migrate vectors", self._migrate(send, share, error))
+        return True
+
+    async def _migrate(
+        self, send: SendShare, share: ShareReceiver, error: errors.DynamoError
+    ) -> None:
+        """Send what is missing of a share to another worker, or fail the answer."""
+        _logger.warning("Stream disconnected... recreating stream... (%s)", error)
+        reply, began_at = share.reply, self._pipeline.clock.now()
+        is_new = len(share.numbers) == reply.plan.num_inputs
+        if isinstance(error, errors.Unavailable):  # the last try was a moment ago
+            await self._pipeline.clock.sleep(waiting.PAUSE_S)
+        if not reply.is_over:
+            await send(share)
+            reply.meter.record_migration(self._pipeline.clock.now() - began_at, is_new=is_new)
 
     def _meter(
         self,

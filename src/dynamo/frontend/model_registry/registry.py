@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from typing import NamedTuple
 
@@ -26,101 +26,28 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import prefill_route
 from dynamo.frontend import metrics
 from dynamo.frontend.model_registry import file_fetcher, registered_model
 from dynamo.frontend.model_registry.registered_model import EndpointInstances, RegisteredModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card, model_errors, wire
-from dynamo.router import kv_router, route
+from dynamo.router import route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
+RELOAD_S = 10.0  # until a model is loaded again whose files could not be read
 MAX_LOADS = 4  # of models at a time; each may wait for files, and takes memory for its tokenizer
 _logger = logging.getLogger(__name__)
 RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
-Connect = Callable[[instances.EndpointName], Awaitable[client.EndpointClient]]
-PrefillRouterFactory = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
 ModelFilter = Callable[[str], bool]  # of the names of models that a client may see
-_CardsByInstance = Mapping[int, model_card.ModelCard]
-
-
-class PrefillPools:
-    """The pools of prefill workers, by model and endpoint."""
-
-    def __init__(
-        self,
-        connect: Connect,
-        make_router: PrefillRouterFactory,
-        records: Mapping[str, model_card.CardRecord],
-    ) -> None:
-        """`records` are those of all prefill workers, by key, oldest first: a live view."""
-        self._connect = connect
-        self._make_router = make_router
-        self._records = records
-        self._routers: dict[tuple[str, str], kv_router.KvRouter] = {}  # by model and namespace
-        self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
-
-    async def update_routes(self, model: RegisteredModel) -> None:
-        """Give the routes of a model the prefill workers that there are now."""
-        for name, replicas in model.replicas.items():
-            if isinstance(replicas.route, prefill_route.PrefillRoute):
-                router = await self._find_router(model, name.namespace)
-                replicas.route.set_prefill_router(router)
-                self._log_change(model.name, name.namespace, has_workers=router is not None)
-
-    async def _find_router(
-        self, model: RegisteredModel, namespace: str
-    ) -> kv_router.KvRouter | None:
-        endpoint, cards = self._find_pool(model, namespace)
-        if endpoint is None:
-            return None
-        router = self._make_router(await self._connect(endpoint), next(iter(cards.values())))
-        key = model.name, namespace
-        if (former := self._routers.get(key, router)) is not router:
-            former.set_model_cards({})
-        self._routers[key] = router
-        router.set_model_cards(cards)
-        return router
-
-    def _find_pool(
-        self, model: RegisteredModel, namespace: str
-    ) -> tuple[instances.EndpointName | None, _CardsByInstance]:
-        """Return the endpoint of the model's oldest prefill worker, and the cards of all workers at it."""
-        endpoint, cards = None, {}
-        of_any_weights = msgspec.structs.replace(model.card, weights="")  # which the route compares
-        for record in self._records.values():
-            name = instances.EndpointName(record.namespace, record.component, record.endpoint)
-            card = record.card_json
-            if card.display_name != model.name or record.namespace != namespace:
-                continue
-            difference = card.find_difference(of_any_weights)
-            if difference is not None or name != (endpoint or name):
-                reason = "another endpoint" if difference is None else f"{difference} differs"
-                _logger.warning(
-                    "ignored the prefill worker %x of %s: %s", record.instance_id, name, reason
-                )
-                continue
-            endpoint = name
-            cards[record.instance_id] = card
-        return endpoint, cards
-
-    def _log_change(self, model: str, namespace: str, *, has_workers: bool) -> None:
-        key = model, namespace
-        if has_workers and key not in self._active:
-            _logger.info("prompts of %r go by prefill workers of %s", model, namespace)
-            self._active.add(key)
-        elif not has_workers and key in self._active:
-            _logger.info("%r has lost its last prefill worker in %s", model, namespace)
-            self._active.discard(key)
 
 
 class RouteFactories(NamedTuple):
     """How routes to workers are made; without `make_prefill_router`, prefill workers are recorded, but not asked."""
 
     make_route: RouteFactory
-    make_prefill_router: PrefillRouterFactory | None = None
+    make_prefill_router: registered_model.PrefillRouterFactory | None = None
 
 
 class ModelRegistry:
@@ -156,6 +83,7 @@ class ModelRegistry:
         self._may_load = asyncio.Semaphore(MAX_LOADS)
         self._changed_names: set[str] = set()  # of models whose records have changed
         self._refreshing_names: set[str] = set()  # of models with a task
+        self._reloading_names: set[str] = set()  # of models that are loaded again in a while
         self._lost_names: set[str] = set()  # of models that were served before
         self._look_lock = asyncio.Lock()
         self._looked_at = -math.inf
@@ -163,7 +91,7 @@ class ModelRegistry:
         # of adapters that left the card of a worker, by base model
         self._unloaded_names: dict[str, set[str]] = {}
         self._pools = (
-            PrefillPools(
+            registered_model.PrefillPools(
                 self._connect_endpoint, factories.make_prefill_router, self._prefill_records
             )
             if factories.make_prefill_router is not None
@@ -293,6 +221,16 @@ class ModelRegistry:
         finally:
             self._unloaded_names.pop(name, None)
             self._refreshing_names.discard(name)
+        model = self._models.get(name)
+        if model is not None and not model.is_loaded and name not in self._reloading_names:
+            self._reloading_names.add(name)
+            self._tasks.start(f"load the model {name} again", self._load_again(name))
+
+    async def _load_again(self, name: str) -> None:
+        """Let a model agree with the records once more: its workers may not have been reached."""
+        await self._clock.sleep(RELOAD_S)
+        self._reloading_names.discard(name)
+        self._start_refresh(name)
 
     def _apply_change(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Record a change; return the record that came or went, or None if no model here changes by it."""
@@ -419,7 +357,9 @@ class ModelRegistry:
             )
             preparer = await asyncio.get_running_loop().run_in_executor(thread, load)
         except errors.ConfigError as error:
-            _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
+            former = self._models.get(card.display_name)
+            if former is None or former.problem != str(error):
+                _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
             return RegisteredModel(card, None, str(error))
         finally:
             thread.shutdown(wait=False)

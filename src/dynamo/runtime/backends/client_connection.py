@@ -203,6 +203,11 @@ class ClientConnection:
         if self._last > self._last_pinged:
             self.handle_quiet()
 
+    def check_idle_peer(self) -> None:
+        """Ask a peer without streams for an answer; one that gives none is given up as with streams."""
+        if not self._receivers:
+            self._ping()
+
     def handle_quiet(self) -> None:
         """Send a ping behind the newest stream."""
         self._last_pinged = self._last

@@ -5,11 +5,12 @@ A `FrameConnection` belongs to one handler, which knows what the frames mean: `c
 
 Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process that stood still itself
 reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
-Only a connection with open streams is watched; the client speaks at least every second tick, and after a pause at once,
-so that each side hears from a living peer. Items of other streams prove nothing for a request that was just sent: where
-long packets vanish in one direction, it never arrives, though the other direction lives. So the client sends a ping
-behind new streams, and a peer that does not answer it is as silent as one that says nothing. A slow wire is not
-silence: ticks at which the peer's host, or over NATS the peer, has taken some of what has waited for it count nothing.
+Only a connection with open streams, or whose peer owes an answer, is watched; the client speaks at least every second
+tick, and after a pause at once, so that each side hears from a living peer. Items of other streams prove nothing for a
+request that was just sent: where long packets vanish in one direction, it never arrives, though the other direction
+lives. So the client sends a ping behind new streams, and a peer that does not answer it is as silent as one that says
+nothing. A slow wire is not silence: ticks at which the peer's host, or over NATS the peer, has taken some of what has
+waited for it count nothing.
 
 A client gives up its peer after `TICKS`, or after `EARLY_TICKS` if all streams of the connection ask for it. A server
 waits `CALLER_PATIENCE` times as long for its client: to give up a worker moves its streams, to give up a client that
@@ -254,9 +255,8 @@ class FrameConnection(asyncio.Protocol):
 
     def _tick(self) -> None:
         is_late = self.clock.now() - self._tick_due_at > self.limits.silence_s / TICKS
-        if not self._handler.num_streams:
+        if not self._handler.num_streams and self._unanswered_ticks is None:
             self._silent_ticks = self._mute_ticks = self._waiting_bytes = 0
-            self._unanswered_ticks = None
             self._timer = None  # the next frame, in either direction, starts it again
             return
         self._schedule_tick()

@@ -21,7 +21,8 @@ _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 _MAX_GONE = 1024  # instances that are remembered as gone
 # After a peer has died, others may have died with it, as on one host, and their ends are not read yet: so long it is
-# asked whether a request has arrived, because one that had arrived at two peers that died is suspected.
+# asked whether a request has arrived, because one that had arrived at peers that died is suspected. It is asked of an
+# idle connection as well: its peer may have died long ago, as over NATS, which reports that with the next message.
 _DEATHS_S = 2.0
 
 
@@ -125,9 +126,11 @@ class MultiplexedPlane:
     ) -> requests.Stream:
         target = address, instance_id or 0
         connection = self._connections.get(target)
+        is_idle = connection is not None and not connection.num_streams
         if connection is None:
             connection = await self._share_connection(target)
         died_at, now = self._died_at, self._settings.time.now
+        has_death = died_at is not None and now() - died_at < _DEATHS_S
         return connection.open_stream(
             endpoint,
             body,
@@ -136,12 +139,14 @@ class MultiplexedPlane:
             timeout_s,
             may_move,
             gives_up_early=gives_up_early,
-            needs_proof=died_at is not None and now() - died_at < _DEATHS_S,
+            needs_proof=is_idle or has_death,
         )
 
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
         for target, connection in self._connections.items():
             if target[1] == instance_id:
+                if address is not None:
+                    connection.check_idle_peer()
                 return None if connection.is_silent else connection.takes_requests
         if instance_id in self._gone or self._is_closed:
             return False

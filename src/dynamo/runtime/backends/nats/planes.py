@@ -175,7 +175,7 @@ class NatsTransport(asyncio.Transport):
         super().__init__()
         self._network = network
         self._token = token
-        self._peer = peer  # the subject of the other side
+        self.peer = peer  # the subject of the other side
         self._protocol = protocol
         self._writer = EnvelopeWriter()
         self._reader = EnvelopeReader()
@@ -188,7 +188,7 @@ class NatsTransport(asyncio.Transport):
             limit = self._network.connection.max_message_bytes
             for message in self._writer.split(bytes(data), limit):
                 self._arrivals.note_sent(message)
-                self._network.send(self._token, self._peer, message)
+                self._network.send(self._token, self.peer, message)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the bytes that the peer has not got yet as `waiting_bytes`, or the default."""
@@ -202,11 +202,11 @@ class NatsTransport(asyncio.Transport):
 
     def open(self) -> None:
         """Send the client's first message."""
-        self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.OPEN))
+        self._network.send(self._token, self.peer, self._writer.wrap(MessageKind.OPEN))
 
     def close(self) -> None:
         if not self._is_closing:
-            self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.CLOSE))
+            self._network.send(self._token, self.peer, self._writer.wrap(MessageKind.CLOSE))
             self.end(None)
 
     def abort(self) -> None:
@@ -216,7 +216,7 @@ class NatsTransport(asyncio.Transport):
         """Probe the peer if it has become quiet: the server answers if it is not subscribed any more."""
         self._quiet_ticks += 1
         if 0 < self._quiet_ticks <= _PROBES:
-            self._network.send(self._token, self._peer, PROBE)
+            self._network.send(self._token, self.peer, PROBE)
 
     def receive(self, message: bytes) -> None:
         """Take a message for this connection."""
@@ -224,12 +224,12 @@ class NatsTransport(asyncio.Transport):
         try:
             kind, data = self._reader.unwrap(message)
         except errors.RemoteProtocolError as error:
-            self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.CLOSE))
+            self._network.send(self._token, self.peer, self._writer.wrap(MessageKind.CLOSE))
             self.end(ConnectionError(str(error)))
             return
         if kind is MessageKind.BYTES:
             if len(data) >= LONG_BYTES:
-                self._network.send(self._token, self._peer, self._reader.arrival)
+                self._network.send(self._token, self.peer, self._reader.arrival)
             self._protocol.data_received(data)
         elif kind is MessageKind.PROBE:
             self._arrivals.note_arrived(read_header(message)[1])
@@ -365,6 +365,9 @@ class NatsNetwork:
             self._client_side.add(transport)
             transport.open()
             self._probe_later()
+        else:  # clients that died without a word are found out: nothing else ends their connections
+            for other, known in self._transports.items():
+                self.send(other, known.peer, PROBE)
         protocol.connection_made(transport)
         return transport
 
