@@ -219,6 +219,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
+    stop: Stop | StopList | None = None
     stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
@@ -244,11 +245,21 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     ebnf: None = None
     lora_path: None = None
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end an answer."""
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and no API does."""
         if self.use_beam_search:
             raise errors.InvalidRequest.of_param(
                 "use_beam_search", "not supported; expected false or nothing, got true"
+            )
+        if self.stop is not None and not all(self.stop_strings or ("-",)):
+            raise errors.InvalidRequest.of_param(
+                "stop", "expected strings of at least one character, got an empty one"
             )
 
 
@@ -260,7 +271,6 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     max_tokens: Length | None = None
-    stop: Stop | StopList | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     metadata: Metadata | None = None
@@ -347,19 +357,9 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
             return control.session_id
         return context.session_id if context is not None else None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
-
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
         super().check()
-        if self.stop is not None and not all(self.stop_strings or ("-",)):
-            raise errors.InvalidRequest.of_param(
-                "stop", "expected strings of at least one character, got an empty one"
-            )
         if self.prompt_logprobs is not None and self.stream:
             raise errors.InvalidRequest.of_param(
                 "prompt_logprobs",

@@ -42,6 +42,7 @@ def test_harmless_response_fields_are_accepted(harmless):
         ({"temperature": 3}, "temperature", "from 0 to 2"),
         ({"background": True}, "background", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"stop": ["x", ""]}, "stop", "at least one character"),
         ({"tools": [{}] * 1025}, "tools", "at most 1024"),
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
