@@ -48,6 +48,7 @@ def test_harmless_response_fields_are_accepted(harmless):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
         ({"top_logprobs": 2}, "top_logprobs", "not supported; leave it out"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs is not supported"),
         ({"metadata": {"a": 1}}, "metadata", "a string"),
         ({"messages": []}, "messages", "this API has input instead"),
         ({"response_format": {}}, "response_format", "this API has text.format instead"),

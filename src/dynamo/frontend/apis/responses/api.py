@@ -322,6 +322,8 @@ _PROMPT = {
     "logit_bias": openapi.LOGIT_BIAS,
     "prompt_logprobs": openapi.NULL,
 }
+_NO_LOGPROBS = {"type": "string", "not": {"const": "message.output_text.logprobs"}}
+_INCLUDE = openapi.or_null({"type": "array", "items": _NO_LOGPROBS})
 _TOOL_CHOICE = openapi.make_object(
     (),
     tool_choice={
@@ -357,7 +359,7 @@ def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequ
         PATH,
         "Answer, and store the answer so that a request can continue it",
         request=request.ResponsesRequest,
-        request_details=_PROMPT | {"background": {"enum": [False, None]}},
+        request_details=_PROMPT | {"background": {"enum": [False, None]}, "include": _INCLUDE},
         request_rules=(_TOOL_CHOICE,),
         answer=answer.Response,
         events=answer.ResponseEvent,

@@ -186,6 +186,10 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
             raise errors.InvalidRequest.of_param(
                 "background", "not supported; expected false or nothing, got true"
             )
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise errors.InvalidRequest.of_param(
+                "include", "message.output_text.logprobs is not supported; leave it out"
+            )
 
 
 decode = json_body.RequestDecoder(ResponsesRequest).decode
