@@ -42,6 +42,7 @@ Metadata = Annotated[
 GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHARS)]
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=limits.MAX_ALLOWED_IDS)]
+TemplateText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]  # the second in OpenAI's older clients
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
@@ -403,9 +404,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: (
-        Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None
-    ) = None
+    chat_template: TemplateText | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: UInt32 | None = None
