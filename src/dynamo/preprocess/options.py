@@ -201,22 +201,28 @@ def check_num_messages(num_messages: int, context_length: int, param: str) -> No
         )
 
 
-def check_embedding_inputs(lengths: Sequence[int], context_length: int) -> None:
-    """Raise RequestError unless inputs of these lengths in tokens can be embedded."""
+def check_embedding_inputs(
+    lengths: Sequence[int], context_length: int, place_of: Callable[[int], tuple[str, int]]
+) -> None:
+    """Raise RequestError unless inputs of these lengths in tokens can be embedded.
+
+    `place_of` maps the number of an input to its field, and to its number there.
+    """
     for number, length in enumerate(lengths):
+        param, place = place_of(number)
         if not length:
             raise errors.InvalidRequest.of_param(
-                "input", f"expected at least one token in each, got none in number {number}"
+                param, f"expected at least one token in each, got none in number {place}"
             )
         if length > context_length:
             raise model_errors.ContextTooLong(
-                f"This model's maximum context length is {context_length} tokens. However, input number "
-                f"{number} has {length} tokens. Please reduce its length.",
-                param="input",
+                f"This model's maximum context length is {context_length} tokens. However, {param} number "
+                f"{place} has {length} tokens. Please reduce its length.",
+                param=param,
             )
     if sum(lengths) > MAX_EMBEDDING_TOKENS:
         raise errors.InvalidRequest.of_param(
-            "input",
+            place_of(len(lengths) - 1)[0],
             f"expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
             f"got {sum(lengths)}",
         )

@@ -6,7 +6,7 @@ It is built from the model card (`loading`). It also makes the decoders for the 
 import copy
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -214,10 +214,17 @@ class Preprocessor:
             for number, (token_ids, prompt) in enumerate(zip(packed, joined, strict=True))
         ]
 
-    async def tokenize_embedding_inputs(self, texts: Sequence[inputs.Prompt]) -> list[bytes]:
-        """Return each input of an embedding request as packed token ids. Raises RequestError."""
-        packed = await self._tokenize_all(texts, "input")
-        options.check_embedding_inputs(list(map(blocks.count, packed)), self.context_length)
+    async def tokenize_embedding_inputs(
+        self, texts: Sequence[inputs.Prompt], place_of: Callable[[int], tuple[str, int]]
+    ) -> list[bytes]:
+        """Return each input of an embedding request as packed token ids.
+
+        Raises RequestError, which names the field of the input, and its number there, as `place_of` returns them.
+        """
+        param, _ = place_of(len(texts) - 1)
+        packed = await self._tokenize_all(texts, param)
+        lengths = list(map(blocks.count, packed))
+        options.check_embedding_inputs(lengths, self.context_length, place_of)
         return packed
 
     def make_answer_text(

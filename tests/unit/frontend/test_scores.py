@@ -83,6 +83,22 @@ async def test_invalid_field_is_a_400_with_its_name(rig, path, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/score", {"text_1": "x" * 201, "text_2": "b"}, "text_1", "text_1 number 0 has 201"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "x" * 201]}, "text_2", "text_2 number 1 has"),
+        ("/v1/rerank", {"query": "x" * 201, "documents": ["b"]}, "query", "query number 0 has 201"),
+        ("/v1/rerank", {"query": "a", "documents": ["x" * 201]}, "documents", "documents number 0"),
+    ],
+)  # fmt: skip
+async def test_text_that_is_too_long_is_named_by_its_place(rig, path, body, param, words):
+    error = (await rig.client.post(path, json={"model": "e", **body})).json()["error"]
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert words in error["message"]
+
+
 @pytest.mark.parametrize("path", scores.RANK_PATHS)
 async def test_error_of_the_server_itself_has_the_form_of_the_apis_errors(rig, path):
     answer = await rig.client.get(path)

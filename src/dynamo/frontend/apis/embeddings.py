@@ -64,6 +64,9 @@ class VectorRequest(Protocol):
     def prompts(self) -> Sequence[inputs.Prompt]:
         """One or more inputs, each a text or token ids."""
 
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the input of this number, and its number there."""
+
     @property
     def dimensions(self) -> int | None:
         """The length to which each vector is shortened; None: the model's own."""
@@ -214,6 +217,10 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         """One or more inputs, each a text or token ids."""
         return completions.split_prompts(self.input)
 
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the input of this number, and its number there."""
+        return "input", number
+
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
         if not isinstance(self.input, str):
@@ -291,7 +298,11 @@ class EmbeddingPipeline:
             engine_request = encoders.EmbeddingRequest(
                 id=arrival.id,
                 model=model.name,
-                inputs=tuple(await model.preparer.tokenize_embedding_inputs(request.prompts)),
+                inputs=tuple(
+                    await model.preparer.tokenize_embedding_inputs(
+                        request.prompts, request.place_of
+                    )
+                ),
                 dimensions=request.dimensions,
             )
             if self._pipeline.admission.is_active:

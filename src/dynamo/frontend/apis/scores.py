@@ -39,6 +39,11 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The texts of both sides, the first side first."""
         return [*_texts(self.text_1), *_texts(self.text_2)]
 
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the prompt of this number, and its number there."""
+        num_first = len(_texts(self.text_1))
+        return ("text_1", number) if number < num_first else ("text_2", number - num_first)
+
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The numbers of the two prompts of each score."""
@@ -88,6 +93,10 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def prompts(self) -> list[str]:
         """The question, and the documents."""
         return [self.query, *self.texts]
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the prompt of this number, and its number there."""
+        return ("documents", number - 1) if number else ("query", 0)
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
