@@ -104,6 +104,13 @@ def test_system_turn_may_be_in_the_middle():
     assert chat(SAY, {"role": "system", "content": "x"})[1:] == [{"role": "system", "content": "x"}]
 
 
+def test_tools_that_a_search_has_found_are_told_by_their_names():
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("look", "see")]
+    *_, told = chat({"role": "assistant", "content": [USE]}, result(content=found))
+
+    assert told["content"] == "look\nsee"
+
+
 def test_tool_results_precede_the_text_of_the_user():
     called = {"role": "assistant", "content": [{"type": "text", "text": "let me see"}, USE]}
     told = result(content=[{"type": "text", "text": "sunny"}], is_error=False)

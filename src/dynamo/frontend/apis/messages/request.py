@@ -365,7 +365,9 @@ class _MessageBuilder:
                 + json_body.describe(block.tool_use_id),
             )
         content_place = f"{place}.content"
-        blocks = content_blocks.decode(block.content or "", content_place, ("text", "image"))
+        blocks = content_blocks.decode(
+            block.content or "", content_place, ("text", "image", "tool_reference")
+        )
         message: dict[str, Any] = {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
