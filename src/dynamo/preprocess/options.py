@@ -278,21 +278,27 @@ def make_thinking_limit(
     prompt: str,
     answer_format: formats.AnswerFormat,
     id_of: Callable[[str], int | None],
+    *,
+    can_limit: bool = True,
 ) -> generate.ThinkingLimit | None:
     """Return the limit that the engine enforces; None without a limit, or if it cannot be kept and need not be.
 
-    `id_of` maps a mark's text to its token id. Raises InvalidRequest if the limit must be kept and cannot be.
+    `id_of` maps a mark's text to its token id; `can_limit` says whether the engine keeps limits. Raises InvalidRequest
+    if the limit must be kept and cannot be.
     """
     max_tokens = request.max_thinking_tokens
     if max_tokens is None:
         return None
     marks = answer_format.thought_marks
-    close_ids = _find_ids(marks.closes, id_of) if marks is not None else ()
+    close_ids = _find_ids(marks.closes, id_of) if marks is not None and can_limit else ()
     if marks is None or not close_ids:
         if request.must_limit_thinking:
+            reason = "no token of this model is known to end a thought"
+            if not can_limit:
+                reason = "the engine of this model cannot limit thoughts"
             raise errors.InvalidRequest.of_param(
-                LIMIT_PARAM,
-                f"no token of this model is known to end a thought; leave it out, got {max_tokens}",
+                LIMIT_PARAM if request.thinking_token_budget is None else "thinking_token_budget",
+                f"{reason}; leave it out, got {max_tokens}",
             )
         return None
     return generate.ThinkingLimit(

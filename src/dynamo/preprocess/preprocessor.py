@@ -67,6 +67,7 @@ class Preprocessor:
         self._eos_token_ids = eos_token_ids
         self._defaults = defaults
         self._images = images.TEXT_ONLY
+        self._can_limit_thinking = True
         self._lora_name: str | None = None
 
     @property
@@ -85,6 +86,12 @@ class Preprocessor:
         seeing = copy.copy(self)
         seeing._images = image_input
         return seeing
+
+    def without_thinking_limits(self) -> "Preprocessor":
+        """Return a preprocessor for an engine that cannot limit thoughts."""
+        unlimited = copy.copy(self)
+        unlimited._can_limit_thinking = False
+        return unlimited
 
     @property
     def capabilities(self) -> Sequence[str]:
@@ -116,7 +123,11 @@ class Preprocessor:
         ending = self._find_ending(request, prompt) if request.continue_final_message else prompt
         guided = self._guide(request, ending)
         limit = options.make_thinking_limit(
-            request, ending, self._answer_format, self._tokenizer.id_of
+            request,
+            ending,
+            self._answer_format,
+            self._tokenizer.id_of,
+            can_limit=self._can_limit_thinking,
         )
         engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         if files:
