@@ -51,6 +51,17 @@ async def test_scores_have_the_form_of_vllm(rig, path):
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "completion_tokens": 0}
 
 
+async def test_texts_may_have_the_later_names_of_vllm(rig):
+    texts = {"text_1": ["a", "bcd"], "text_2": ["abc", "d"]}
+    renamed = {"queries": texts["text_1"], "documents": texts["text_2"]}
+    told, same = [
+        (await rig.client.post("/v1/score", json={"model": "e", **fields})).json()
+        for fields in (texts, renamed)
+    ]
+
+    assert (same["data"], same["usage"]) == (told["data"], told["usage"])
+
+
 @pytest.mark.parametrize("path", scores.RANK_PATHS)
 async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
     documents = ["abc", {"text": "d"}]
@@ -72,6 +83,8 @@ async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
         ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "documents": "b"}, "text_1"),
+        ("/v1/score", {"queries": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 1025}, "documents"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query"),
