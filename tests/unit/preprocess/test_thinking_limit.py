@@ -61,9 +61,7 @@ def test_unenforceable_thinking_limit_is_refused_unless_optional(form, ids):
 
 def test_limit_that_an_engine_cannot_keep_is_refused_unless_optional():
     with pytest.raises(errors.InvalidRequest, match="the engine of this model cannot limit"):
-        options.make_thinking_limit(
-            chat(max_thinking_tokens=7), "p", THINK, IDS, can_limit=False
-        )
+        options.make_thinking_limit(chat(max_thinking_tokens=7), "p", THINK, IDS, can_limit=False)
 
     assert options.make_thinking_limit(message(), "p", THINK, IDS, can_limit=False) is None
 

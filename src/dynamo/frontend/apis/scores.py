@@ -217,7 +217,9 @@ _SIDES = (("text_1", "text_2"), ("queries", "documents"))
 _TWO_SIDES = {
     "anyOf": [
         openapi.make_object(
-            given, **dict.fromkeys(given, openapi.PROMPT_TEXTS), **dict.fromkeys(other, openapi.NULL)
+            given,
+            **dict.fromkeys(given, openapi.PROMPT_TEXTS),
+            **dict.fromkeys(other, openapi.NULL),
         )
         for given, other in (_SIDES, _SIDES[::-1])
     ]
