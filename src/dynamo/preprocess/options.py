@@ -239,8 +239,7 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 EFFORT = "reasoning_effort"
-SWITCH = "enable_thinking"
-SWITCHES = (SWITCH, "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 NO_EFFORT = "none"  # the effort that disables thinking
 _TTL_S = {"5m": 300, "1h": 3600, "24h": 86_400}
 LIMIT_PARAM = "nvext.max_thinking_tokens"

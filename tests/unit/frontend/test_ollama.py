@@ -184,6 +184,13 @@ async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):
     assert not any("tool_calls" in line["message"] for line in found)
 
 
+@pytest.mark.parametrize("think", [False, True])
+def test_thinking_is_told_by_both_switches_of_templates(think):
+    turn = request.decode_chat(json.dumps(CHAT | {"think": think}).encode())
+
+    assert turn.template_args == {"enable_thinking": think, "thinking": think}
+
+
 async def test_thoughts_are_left_out_where_they_are_switched_off(rig):
     two = await rig.worker("p", runtime_config=PARSED)
     two.script = outputs("<think>hm</think>yes", "eos")
