@@ -231,6 +231,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out
     # without effect
     request_id: Hint = None
     spaces_between_special_tokens: Hint = None

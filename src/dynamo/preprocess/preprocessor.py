@@ -111,7 +111,7 @@ class Preprocessor:
         token_ids, prompt = await self._tokenize_messages(request, param)
         requested = request.max_completion_tokens or request.max_tokens
         if request.truncate_prompt_tokens is not None:
-            token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, requested)
+            token_ids = self._truncate(token_ids, request, requested)
         fits_context = request.fits_context
         max_tokens = options.limit_answer_len(
             requested=None if fits_context else requested,
@@ -211,8 +211,10 @@ class Preprocessor:
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )
-        if (most := request.truncate_prompt_tokens) is not None:
-            packed = [self._truncate(token_ids, most, request.max_tokens) for token_ids in packed]
+        if request.truncate_prompt_tokens is not None:
+            packed = [
+                self._truncate(token_ids, request, request.max_tokens) for token_ids in packed
+            ]
         guided = guiding.from_fields(request)
         return [
             self._prepare_prompt(
@@ -257,11 +259,20 @@ class Preprocessor:
             keeps_stop=shown is not None and bool(shown.include_stop_str_in_output),
         )
 
-    def _truncate(self, token_ids: bytes, most: int, max_tokens: int | None) -> bytes:
-        """Return the last `most` tokens of a prompt; with -1 as many as fit beside an answer of `max_tokens`."""
+    def _truncate(
+        self, token_ids: bytes, request: inputs.EngineFields, max_tokens: int | None
+    ) -> bytes:
+        """Return the end of a prompt, or its beginning, of as many tokens as the request says.
+
+        With -1 these are as many as fit beside an answer of `max_tokens`.
+        """
+        most = request.truncate_prompt_tokens or 0
         if most == -1:
             most = max(self.context_length - (max_tokens or 1), 1)
-        return token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
+        num_bytes = most * blocks.TOKEN_BYTES
+        if request.truncation_side == "right":
+            return token_ids[:num_bytes]
+        return token_ids[max(0, len(token_ids) - num_bytes) :]
 
     def _find_ending(self, request: inputs.Conversation, prompt: str) -> str:
         """Return the end of the prompt, which says whether the answer begins with a thought.

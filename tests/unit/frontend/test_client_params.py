@@ -268,6 +268,15 @@ async def test_options_of_vllm_reach_the_engine(rig):
     assert answer.json()["choices"][0]["text"] == "hel"
 
 
+async def test_prompt_is_truncated_at_the_side_that_the_request_names(rig):
+    fields = {"truncate_prompt_tokens": 5, "max_tokens": 4}
+    for side in ("left", "right"):
+        await rig.complete("hello there", truncation_side=side, **fields)
+        await rig.chat("hello there", truncation_side=side, **fields)
+
+    assert rig.one.prompts == ["there", "here\n", "hello", "user:"]
+
+
 async def test_bad_word_of_several_tokens_is_refused(rig):
     answer = await rig.complete(bad_words=["several"])
 
