@@ -209,8 +209,11 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     user: str | None = None
-    # refused, unless it asks for nothing
+    # refused, unless they ask for nothing; those of vLLM for what vectors are not here
     nvext: None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    use_activation: Literal[True] | None = None
 
     @property
     def prompts(self) -> list[inputs.Prompt]:
