@@ -157,9 +157,9 @@ class AgentHints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     priority: Priority | None = None  # a higher value is served first
     osl: Length | None = None  # expected number of output tokens
-    # refused, unless they ask for nothing
-    strict_priority: None = None
-    speculative_prefill: None = None
+    # without effect
+    strict_priority: Hint = None
+    speculative_prefill: Hint = None
 
 
 class AgentContext(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
