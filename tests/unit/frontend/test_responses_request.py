@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis.responses import request as responses_request
+from dynamo.frontend.apis.responses import tools as response_tools
 from dynamo.preprocess import images
 
 LEAST = {"model": "m", "input": "hi"}
@@ -223,13 +224,34 @@ def test_response_tools_are_converted_to_chat_tools():
         {"type": "function", "name": "g"},
     ]  # fmt: skip
 
-    assert responses_request.convert_tools(tools) == [
+    assert response_tools.convert_tools(tools) == [
         {
             "type": "function",
             "function": {"name": "f", "parameters": {"type": "object"}, "description": "does"},
         },
         {"type": "function", "function": {"name": "g", "parameters": {}}},
     ]
+
+
+def test_tools_of_one_name_are_known_by_their_namespaces():
+    look, see = ({"type": "function", "name": name} for name in ("look", "see"))
+    tools = [
+        look,
+        {"type": "namespace", "name": "left eye", "tools": [look, see]},
+        {"type": "namespace", "name": "right", "tools": [look]},
+    ]
+    converted = response_tools.convert_tools(tools)
+    names = [tool["function"]["name"] for tool in converted]
+    called = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    (message,) = responses_request.convert_items(
+        [called, called | {"namespace": "right"}], response_tools.list_renamed(tools)
+    )
+
+    assert names == ["look", "left_eye__look", "see", "right__look"]
+    assert [response_tools.map_tools(tools)[name].namespace for name in names] == [
+        None, "left eye", "left eye", "right",
+    ]  # fmt: skip
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["look", "right__look"]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +265,7 @@ def test_response_tools_are_converted_to_chat_tools():
 )
 def test_invalid_response_tool_is_named(tool, param):
     with pytest.raises(errors.InvalidRequest) as caught:
-        responses_request.convert_tools([tool])
+        response_tools.convert_tools([tool])
 
     assert caught.value.param == param
 
