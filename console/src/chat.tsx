@@ -149,13 +149,15 @@ export function Chat(_: ViewProps) {
         if (chunk.error) throw new Error(chunk.error.message);
         const now = performance.now();
         const delta = chunk.choices?.[0]?.delta;
-        if (delta && (delta.content || delta.reasoning_content || delta.tool_calls)) {
+        // the second with --reasoning-field-name
+        const thought = delta?.reasoning_content ?? delta?.reasoning;
+        if (delta && (delta.content || thought || delta.tool_calls)) {
           firstAt ||= now;
           lastAt = now;
           patch(pane, (turn) => ({
             ...turn,
             content: turn.content + (delta.content ?? ""),
-            reasoning: (turn.reasoning ?? "") + (delta.reasoning_content ?? ""),
+            reasoning: (turn.reasoning ?? "") + (thought ?? ""),
             calls: delta.tool_calls ? addCalls(turn.calls ?? [], delta.tool_calls) : turn.calls,
           }));
         }

@@ -76,6 +76,7 @@ async def test_start_returns_the_facts_of_the_file(host):
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 256)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+    assert not facts.supports_thinking_limit
 
 
 FORMS = {

@@ -38,6 +38,7 @@ async def test_start_returns_the_facts_of_sglangs_configuration(host):
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 24)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
     assert facts.supports_guided
+    assert not facts.supports_thinking_limit
 
 
 async def test_requests_that_sglang_refuses_fail_through_the_sink(host):

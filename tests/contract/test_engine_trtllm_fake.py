@@ -46,6 +46,7 @@ async def test_start_returns_the_number_of_blocks(host):
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 24)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+    assert not facts.supports_thinking_limit
 
 
 async def test_clearing_raises_engine_failed(host):

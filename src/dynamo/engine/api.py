@@ -35,6 +35,7 @@ class EngineFacts:
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
     supports_cache_salt: bool = True  # keeps prefixes of different salts apart
+    supports_thinking_limit: bool = True  # ends a thought after so many tokens
     supports_guided: bool = False  # guided decoding
     max_images: int = 0  # in one request; 0: text only
     lora_names: tuple[str, ...] = ()  # LoRA adapters that requests may name

@@ -163,6 +163,11 @@ class FrontendConfig(AdmissionConfig):
         help="parameters that a request has and this server does not know: named in the header "
         "x-dynamo-ignored-parameters, or a 400",
     )
+    reasoning_field_name: Literal["reasoning_content", "reasoning"] = config.setting(
+        "reasoning_content",
+        help="field in which answers of /v1/chat/completions have the thoughts of the model; clients of vLLM read "
+        "`reasoning`",
+    )
     namespace: str = config.setting(
         "",
         help="serve only the models of this namespace, and of its generations that an orchestrator makes (`-` and eight"

@@ -53,14 +53,7 @@ class UnknownParameters:
     ) -> T:
         """Return the client's decoded body, or this one in its place. Raises InvalidRequest."""
         names: list[str] = []
-
-        def decode_noting(body: bytes) -> T:
-            token = json_body.ignored_names.set(None if self._refuses else names)
-            try:
-                return decode(body)
-            finally:
-                json_body.ignored_names.reset(token)
-
+        decode_noting = functools.partial(self._decode_noting, names, decode)
         if body is not None:
             decoded = await exchange.decode_apart(body, decode_noting)
         elif len(client.request.body) <= exchange.SMALL_BODY_BYTES:
@@ -70,6 +63,21 @@ class UnknownParameters:
         if names:
             self.report(client, names)
         return decoded
+
+    def decode_here(self, client: exchange.Exchange, decode: Callable[[bytes], T]) -> T:
+        """Return the client's decoded body, for a caller in a thread of its own. Raises InvalidRequest."""
+        names: list[str] = []
+        decoded = self._decode_noting(names, decode, client.request.body)
+        self.report(client, names)
+        return decoded
+
+    def _decode_noting(self, names: list[str], decode: Callable[[bytes], T], body: bytes) -> T:
+        """Return the decoded body, and add the names that no type has."""
+        token = json_body.ignored_names.set(None if self._refuses else names)
+        try:
+            return decode(body)
+        finally:
+            json_body.ignored_names.reset(token)
 
     def report(self, client: exchange.Exchange, names: Sequence[str]) -> None:
         """Report unknown parameters with these names, if any. Raises InvalidRequest where they are refused."""

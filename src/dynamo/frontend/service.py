@@ -317,7 +317,7 @@ class Frontend:
             return self._expected_workers.on_demand
 
         apis = (
-            *chat.operations(handlers),
+            *chat.operations(handlers, self._settings.reasoning_field_name),
             *completions.operations(handlers),
             *responses.operations(handlers, shared_responses),
             *models.operations(handlers, list_on_demand, runtime.client),

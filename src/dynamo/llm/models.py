@@ -87,6 +87,7 @@ class EngineDescription:
             supports_logprobs=False,
             supports_prompt_logprobs=False,
             supports_cache_salt=False,
+            supports_thinking_limit=False,
             runtime_data=self.runtime_data,
         )
 

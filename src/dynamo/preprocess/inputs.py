@@ -42,6 +42,7 @@ Metadata = Annotated[
 GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHARS)]
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=limits.MAX_ALLOWED_IDS)]
+TemplateText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]  # the second in OpenAI's older clients
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
@@ -156,9 +157,9 @@ class AgentHints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     priority: Priority | None = None  # a higher value is served first
     osl: Length | None = None  # expected number of output tokens
-    # refused, unless they ask for nothing
-    strict_priority: None = None
-    speculative_prefill: None = None
+    # without effect
+    strict_priority: Hint = None
+    speculative_prefill: Hint = None
 
 
 class AgentContext(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,6 +220,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
+    stop: Stop | StopList | None = None
     stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
@@ -229,6 +231,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out
     # without effect
     request_id: Hint = None
     spaces_between_special_tokens: Hint = None
@@ -244,11 +247,21 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     ebnf: None = None
     lora_path: None = None
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end an answer."""
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and no API does."""
         if self.use_beam_search:
             raise errors.InvalidRequest.of_param(
                 "use_beam_search", "not supported; expected false or nothing, got true"
+            )
+        if self.stop is not None and not all(self.stop_strings or ("-",)):
+            raise errors.InvalidRequest.of_param(
+                "stop", "expected strings of at least one character, got an empty one"
             )
 
 
@@ -260,7 +273,6 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     max_tokens: Length | None = None
-    stop: Stop | StopList | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     metadata: Metadata | None = None
@@ -347,19 +359,9 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
             return control.session_id
         return context.session_id if context is not None else None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
-
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
         super().check()
-        if self.stop is not None and not all(self.stop_strings or ("-",)):
-            raise errors.InvalidRequest.of_param(
-                "stop", "expected strings of at least one character, got an empty one"
-            )
         if self.prompt_logprobs is not None and self.stream:
             raise errors.InvalidRequest.of_param(
                 "prompt_logprobs",
@@ -403,9 +405,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: (
-        Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None
-    ) = None
+    chat_template: TemplateText | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: UInt32 | None = None

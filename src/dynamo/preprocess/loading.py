@@ -130,6 +130,8 @@ def load_preprocessor(
         ),
         infill_format=card.runtime_config.infill_format,
     ).with_images(images.ImageInput.of_model(config, card.runtime_config.max_images))
+    if not card.runtime_config.supports_thinking_limit:
+        preparer = preparer.without_thinking_limits()
     del definition
     tokenize.return_freed_memory()
     return preparer

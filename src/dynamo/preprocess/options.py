@@ -201,22 +201,28 @@ def check_num_messages(num_messages: int, context_length: int, param: str) -> No
         )
 
 
-def check_embedding_inputs(lengths: Sequence[int], context_length: int) -> None:
-    """Raise RequestError unless inputs of these lengths in tokens can be embedded."""
+def check_embedding_inputs(
+    lengths: Sequence[int], context_length: int, place_of: Callable[[int], tuple[str, int]]
+) -> None:
+    """Raise RequestError unless inputs of these lengths in tokens can be embedded.
+
+    `place_of` maps the number of an input to its field, and to its number there.
+    """
     for number, length in enumerate(lengths):
+        param, place = place_of(number)
         if not length:
             raise errors.InvalidRequest.of_param(
-                "input", f"expected at least one token in each, got none in number {number}"
+                param, f"expected at least one token in each, got none in number {place}"
             )
         if length > context_length:
             raise model_errors.ContextTooLong(
-                f"This model's maximum context length is {context_length} tokens. However, input number "
-                f"{number} has {length} tokens. Please reduce its length.",
-                param="input",
+                f"This model's maximum context length is {context_length} tokens. However, {param} number "
+                f"{place} has {length} tokens. Please reduce its length.",
+                param=param,
             )
     if sum(lengths) > MAX_EMBEDDING_TOKENS:
         raise errors.InvalidRequest.of_param(
-            "input",
+            place_of(len(lengths) - 1)[0],
             f"expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
             f"got {sum(lengths)}",
         )
@@ -233,8 +239,7 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 EFFORT = "reasoning_effort"
-SWITCH = "enable_thinking"
-SWITCHES = (SWITCH, "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 NO_EFFORT = "none"  # the effort that disables thinking
 _TTL_S = {"5m": 300, "1h": 3600, "24h": 86_400}
 LIMIT_PARAM = "nvext.max_thinking_tokens"
@@ -272,21 +277,27 @@ def make_thinking_limit(
     prompt: str,
     answer_format: formats.AnswerFormat,
     id_of: Callable[[str], int | None],
+    *,
+    can_limit: bool = True,
 ) -> generate.ThinkingLimit | None:
     """Return the limit that the engine enforces; None without a limit, or if it cannot be kept and need not be.
 
-    `id_of` maps a mark's text to its token id. Raises InvalidRequest if the limit must be kept and cannot be.
+    `id_of` maps a mark's text to its token id; `can_limit` says whether the engine keeps limits. Raises InvalidRequest
+    if the limit must be kept and cannot be.
     """
     max_tokens = request.max_thinking_tokens
     if max_tokens is None:
         return None
     marks = answer_format.thought_marks
-    close_ids = _find_ids(marks.closes, id_of) if marks is not None else ()
+    close_ids = _find_ids(marks.closes, id_of) if marks is not None and can_limit else ()
     if marks is None or not close_ids:
         if request.must_limit_thinking:
+            reason = "no token of this model is known to end a thought"
+            if not can_limit:
+                reason = "the engine of this model cannot limit thoughts"
             raise errors.InvalidRequest.of_param(
-                LIMIT_PARAM,
-                f"no token of this model is known to end a thought; leave it out, got {max_tokens}",
+                LIMIT_PARAM if request.thinking_token_budget is None else "thinking_token_budget",
+                f"{reason}; leave it out, got {max_tokens}",
             )
         return None
     return generate.ThinkingLimit(

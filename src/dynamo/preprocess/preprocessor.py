@@ -6,7 +6,7 @@ It is built from the model card (`loading`). It also makes the decoders for the 
 import copy
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -67,6 +67,7 @@ class Preprocessor:
         self._eos_token_ids = eos_token_ids
         self._defaults = defaults
         self._images = images.TEXT_ONLY
+        self._can_limit_thinking = True
         self._lora_name: str | None = None
 
     @property
@@ -86,6 +87,12 @@ class Preprocessor:
         seeing._images = image_input
         return seeing
 
+    def without_thinking_limits(self) -> "Preprocessor":
+        """Return a preprocessor for an engine that cannot limit thoughts."""
+        unlimited = copy.copy(self)
+        unlimited._can_limit_thinking = False
+        return unlimited
+
     @property
     def capabilities(self) -> Sequence[str]:
         """Return `tools` and `reasoning`, as far as it is known how the model writes them."""
@@ -104,7 +111,7 @@ class Preprocessor:
         token_ids, prompt = await self._tokenize_messages(request, param)
         requested = request.max_completion_tokens or request.max_tokens
         if request.truncate_prompt_tokens is not None:
-            token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, requested)
+            token_ids = self._truncate(token_ids, request, requested)
         fits_context = request.fits_context
         max_tokens = options.limit_answer_len(
             requested=None if fits_context else requested,
@@ -116,7 +123,11 @@ class Preprocessor:
         ending = self._find_ending(request, prompt) if request.continue_final_message else prompt
         guided = self._guide(request, ending)
         limit = options.make_thinking_limit(
-            request, ending, self._answer_format, self._tokenizer.id_of
+            request,
+            ending,
+            self._answer_format,
+            self._tokenizer.id_of,
+            can_limit=self._can_limit_thinking,
         )
         engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         if files:
@@ -200,8 +211,10 @@ class Preprocessor:
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )
-        if (most := request.truncate_prompt_tokens) is not None:
-            packed = [self._truncate(token_ids, most, request.max_tokens) for token_ids in packed]
+        if request.truncate_prompt_tokens is not None:
+            packed = [
+                self._truncate(token_ids, request, request.max_tokens) for token_ids in packed
+            ]
         guided = guiding.from_fields(request)
         return [
             self._prepare_prompt(
@@ -214,10 +227,17 @@ class Preprocessor:
             for number, (token_ids, prompt) in enumerate(zip(packed, joined, strict=True))
         ]
 
-    async def tokenize_embedding_inputs(self, texts: Sequence[inputs.Prompt]) -> list[bytes]:
-        """Return each input of an embedding request as packed token ids. Raises RequestError."""
-        packed = await self._tokenize_all(texts, "input")
-        options.check_embedding_inputs(list(map(blocks.count, packed)), self.context_length)
+    async def tokenize_embedding_inputs(
+        self, texts: Sequence[inputs.Prompt], place_of: Callable[[int], tuple[str, int]]
+    ) -> list[bytes]:
+        """Return each input of an embedding request as packed token ids.
+
+        Raises RequestError, which names the field of the input, and its number there, as `place_of` returns them.
+        """
+        param, _ = place_of(len(texts) - 1)
+        packed = await self._tokenize_all(texts, param)
+        lengths = list(map(blocks.count, packed))
+        options.check_embedding_inputs(lengths, self.context_length, place_of)
         return packed
 
     def make_answer_text(
@@ -239,11 +259,20 @@ class Preprocessor:
             keeps_stop=shown is not None and bool(shown.include_stop_str_in_output),
         )
 
-    def _truncate(self, token_ids: bytes, most: int, max_tokens: int | None) -> bytes:
-        """Return the last `most` tokens of a prompt; with -1 as many as fit beside an answer of `max_tokens`."""
+    def _truncate(
+        self, token_ids: bytes, request: inputs.EngineFields, max_tokens: int | None
+    ) -> bytes:
+        """Return the end of a prompt, or its beginning, of as many tokens as the request says.
+
+        With -1 these are as many as fit beside an answer of `max_tokens`.
+        """
+        most = request.truncate_prompt_tokens or 0
         if most == -1:
             most = max(self.context_length - (max_tokens or 1), 1)
-        return token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
+        num_bytes = most * blocks.TOKEN_BYTES
+        if request.truncation_side == "right":
+            return token_ids[:num_bytes]
+        return token_ids[max(0, len(token_ids) - num_bytes) :]
 
     def _find_ending(self, request: inputs.Conversation, prompt: str) -> str:
         """Return the end of the prompt, which says whether the answer begins with a thought.

@@ -66,6 +66,7 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_default
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
     supports_cache_salt: bool = True
+    supports_thinking_limit: bool = True
     supports_guided: bool = False  # structured output
     max_images: int = 0  # in one request; 0: text only
     runtime_data: dict[str, Any] = {}

@@ -79,6 +79,7 @@ def build(
             max_top_logprobs=facts.max_top_logprobs,
             supports_prompt_logprobs=facts.supports_prompt_logprobs,
             supports_cache_salt=facts.supports_cache_salt,
+            supports_thinking_limit=facts.supports_thinking_limit,
             supports_guided=facts.supports_guided,
             max_images=facts.max_images,
             tool_call_parser=tool_call_parser,

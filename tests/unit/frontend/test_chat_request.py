@@ -71,6 +71,7 @@ def test_absent_fields_have_their_defaults():
         {"use_beam_search": False, "skip_special_tokens": True, "top_logprobs": 0, "store": True},
         {"nvext": {"backend_instance_id": 7, "decode_worker_id": 7, "extra_fields": ["timing"]}},
         {"nvext": {"top_k": 5, "annotations": ["request_id"], "backend_instance_id": 7}},
+        {"nvext": {"agent_hints": {"strict_priority": 1, "osl": 9, "speculative_prefill": True}}},
     ],
 )
 def test_harmless_chat_fields_are_accepted(harmless):
@@ -225,9 +226,9 @@ def test_error_for_an_invalid_field_has_expected_and_actual_value(field, value, 
             "nvext.session_control.action: expected 'bind', got a string ('open')",
         ),
         (
-            {"nvext": {"agent_hints": {"speculative_prefill": True}}},
-            "nvext.agent_hints.speculative_prefill",
-            "nvext.agent_hints.speculative_prefill: not supported; leave it out",
+            {"nvext": {"prefill_worker_id": 5}},
+            "nvext.prefill_worker_id",
+            "nvext.prefill_worker_id: not supported; leave it out",
         ),
         (
             {"nvext": {"max_thinking_tokens": -5}},

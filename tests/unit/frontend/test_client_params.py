@@ -207,6 +207,20 @@ async def test_unknown_field_of_a_block_is_ignored_where_tokens_are_counted(rig)
     assert answer.headers["x-dynamo-ignored-parameters"] == "messages[0].content[0].foo"
 
 
+async def test_unknown_parameters_of_a_batch_are_named_in_a_header(bare, tmp_path):
+    await bare.start(files_dir=str(tmp_path / "files"))
+    form = {"files": {"file": ("lines.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    kept = (await bare.client.post("/v1/files", **form)).json()
+    rule = {"anchor": "created_at", "seconds": 3600, "foo": 1}
+    asked = {"input_file_id": kept["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = await bare.client.post(
+        "/v1/batches", json=asked | {"output_expires_after": rule, "bar": 1}
+    )
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-dynamo-ignored-parameters"] == "bar, output_expires_after.foo"
+
+
 async def test_known_parameters_have_no_header(rig):
     assert "x-dynamo-ignored-parameters" not in (await rig.chat(max_tokens=6.0, foo=None)).headers
 
@@ -252,6 +266,15 @@ async def test_options_of_vllm_reach_the_engine(rig):
     assert rig.one.prompts == ["there"]
     assert (sampling.allowed_token_ids, sampling.logit_bias) == ((104,), {120: -100.0})
     assert answer.json()["choices"][0]["text"] == "hel"
+
+
+async def test_prompt_is_truncated_at_the_side_that_the_request_names(rig):
+    fields = {"truncate_prompt_tokens": 5, "max_tokens": 4}
+    for side in ("left", "right"):
+        await rig.complete("hello there", truncation_side=side, **fields)
+        await rig.chat("hello there", truncation_side=side, **fields)
+
+    assert rig.one.prompts == ["there", "here\n", "hello", "user:"]
 
 
 async def test_bad_word_of_several_tokens_is_refused(rig):

@@ -139,6 +139,12 @@ _CUT_OFF = {
         ("/v1/chat/completions", "ChatRequest", {"messages": [_CUT_OFF]}, 200),
         ("/v1/completions", "CompletionRequest", {"prompt": ""}, 400),
         ("/v1/completions", "CompletionRequest", {"prompt": ["x", ""]}, 400),
+        (
+            "/v1/responses",
+            "ResponsesRequest",
+            {"input": "x", "include": ["message.output_text.logprobs"]},
+            400,
+        ),
         *(
             (f"/v1/messages{path}", name, {"max_tokens": 5, **body}, status)
             for path, name in (("", "MessageRequest"), ("/count_tokens", "MessageCountRequest"))

@@ -94,6 +94,9 @@ async def test_model_with_shortenable_vectors_shortens_its_vectors(bare, model_d
         ({"input": "a", "dimensions": 2}, "dimensions", "expected 4 or nothing"),
         ({"input": "a", "dimensions": 0}, "dimensions", "expected"),
         ({"input": "a", "nvext": {}}, "nvext", "not supported"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "expected 'float32'"),
+        ({"input": "a", "endianness": "big"}, "endianness", "expected 'little' or 'native'"),
+        ({"input": "a", "use_activation": False}, "use_activation", "expected True"),
     ],
 )
 async def test_invalid_embedding_field_is_a_400_with_its_name(rig, body, param, message):

@@ -13,6 +13,7 @@ SAY = [{"role": "user", "content": "hi"}]
         ({"model": "m", "prompt": "x"}, "text_completion"),
         ({"model": "e", "input": "x"}, "list"),
         ({"model": "e", "text_1": "x", "text_2": "y"}, "list"),
+        ({"model": "e", "queries": "x", "documents": ["y"]}, "list"),
     ],
 )
 async def test_request_goes_to_the_api_of_its_fields(rig, fields, kind):

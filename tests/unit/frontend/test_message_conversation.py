@@ -48,7 +48,7 @@ def test_message_request_is_converted_to_a_chat_request():
     assert (request.model, request.max_tokens, request.stream) == ("m", 5, True)
     assert (request.temperature, request.top_p, request.top_k) == (0.5, 0.9, 3)
     assert request.stop_strings == ("END", "STOP")
-    assert request.template_args == {"enable_thinking": False}
+    assert request.template_args == {"enable_thinking": False, "thinking": False}
     assert not request.allows_calls
 
 
@@ -102,6 +102,13 @@ def test_line_that_claude_code_changes_with_each_request_is_no_part_of_the_promp
 
 def test_system_turn_may_be_in_the_middle():
     assert chat(SAY, {"role": "system", "content": "x"})[1:] == [{"role": "system", "content": "x"}]
+
+
+def test_tools_that_a_search_has_found_are_told_by_their_names():
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("look", "see")]
+    *_, told = chat({"role": "assistant", "content": [USE]}, result(content=found))
+
+    assert told["content"] == "look\nsee"
 
 
 def test_tool_results_precede_the_text_of_the_user():
@@ -199,7 +206,20 @@ def test_tool_choice_is_converted_to_that_of_a_chat(choice, in_chat):
 def test_model_thinks_only_on_request(thinking, thinks):
     request = decode(thinking=thinking, max_tokens=2000)
 
-    assert request.template_args == {"enable_thinking": thinks}
+    assert request.template_args == {"enable_thinking": thinks, "thinking": thinks}
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "is_shown"),
+    [
+        ({"a": 1}, {"enable_thinking": False, "thinking": False, "a": 1}, False),
+        ({"thinking": True}, {"enable_thinking": False, "thinking": True}, True),
+    ],
+)
+def test_variables_of_the_template_may_be_given(given, args, is_shown):
+    request = decode(chat_template_kwargs=given)
+
+    assert (request.template_args, request.shows_thinking) == (args, is_shown)
 
 
 def test_message_tools_are_converted_to_chat_tools():

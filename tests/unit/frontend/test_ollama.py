@@ -138,9 +138,18 @@ async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
 
     assert "".join(message.get("thinking", "") for message in messages) == "hm"
     assert "".join(message["content"] for message in messages) == "I look."
-    assert [call for message in messages for call in message.get("tool_calls", ())] == [
-        {"function": {"name": "look", "arguments": {"at": "x"}}}
-    ]
+    (call,) = [call for message in messages for call in message.get("tool_calls", ())]
+    assert call == {"id": call["id"], "function": {"name": "look", "arguments": {"at": "x"}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_calls_of_one_tool_have_different_ids(rig, stream):
+    two = await rig.worker("p", runtime_config=PARSED)
+    two.script = outputs(CALL + CALL, "eos")
+    answer = await ask(rig, "/api/chat", CHAT, model="p", tools=TOOLS, stream=stream)
+    calls = [call for line in lines(answer) for call in line["message"].get("tool_calls", ())]
+
+    assert len(calls) == len({call["id"] for call in calls}) == 2
 
 
 async def test_call_that_a_model_writes_in_several_lines_is_in_one_line_of_the_stream(rig):
@@ -173,6 +182,13 @@ async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):
 
     assert "".join(line["message"]["content"] for line in found) == CALL[:-20]
     assert not any("tool_calls" in line["message"] for line in found)
+
+
+@pytest.mark.parametrize("think", [False, True])
+def test_thinking_is_told_by_both_switches_of_templates(think):
+    turn = request.decode_chat(json.dumps(CHAT | {"think": think}).encode())
+
+    assert turn.template_args == {"enable_thinking": think, "thinking": think}
 
 
 async def test_thoughts_are_left_out_where_they_are_switched_off(rig):

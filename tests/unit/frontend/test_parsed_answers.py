@@ -55,6 +55,19 @@ def without_ids(calls):
     return [{key: value for key, value in call.items() if key != "id"} for call in calls]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_stand_in_the_field_of_the_chosen_name(bare, stream):
+    await bare.start(reasoning_field_name="reasoning")
+    facts = model_card.ModelRuntimeConfig(reasoning_parser="basic")
+    worker = await bare.worker("p", runtime_config=facts)
+    worker.script = outputs("<think>hm</think>yes", "eos")
+    answer = await bare.chat(model="p", stream=stream)
+    told = deltas(answer.text) if stream else [answer.json()["choices"][0]["message"]]
+
+    assert "".join(part.get("reasoning", "") for part in told) == "hm"
+    assert not any("reasoning_content" in part for part in told)
+
+
 @pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}, {"service_tier": "flex"}])
 async def test_chunks_from_templates_are_those_that_the_encoder_makes(parsed, fields, monkeypatch):
     text = CALLS.replace('"x"', r'"a \" \n b"')

@@ -150,6 +150,21 @@ async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, tool, st
     assert again.status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_call_of_a_name_that_two_namespaces_have_is_told_by_its_own(rig, client, stream):
+    rig.two.script = outputs(
+        '<tool_call>{"name": "left__look", "arguments": {}}</tool_call>', "eos"
+    )
+    tools = [{"type": "namespace", "name": name, "tools": TOOLS[:1]} for name in ("left", "right")]
+    body = {"model": "p", "input": "hi", "tools": tools, "stream": stream}
+    answer = await rig.client.post("/v1/responses", json=body)
+    last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+    response = json.loads(last)["response"] if stream else answer.json()
+    (item,) = response["output"]
+
+    assert (item["name"], item["namespace"]) == ("look", "left")
+
+
 async def test_call_of_a_tool_in_a_namespace_names_both(client, rig):
     rig.two.script = outputs(SAID, "eos")
     tools = [{"type": "namespace", "name": "eyes", "tools": TOOLS}, {"type": "web_search"}]

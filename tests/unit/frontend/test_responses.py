@@ -305,6 +305,17 @@ async def test_response_tells_the_sampling_that_applied(rig):
     assert (body["temperature"], body["top_p"], body["presence_penalty"]) == (0.5, 1.0, 0.25)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_response_ends_before_a_stop_string(rig, stream):
+    rig.one.script = outputs("hello", "eos")
+    answer = await ask(rig, stop=["ll"], stream=stream)
+    body = typed(answer.text)[-1]["response"] if stream else answer.json()
+
+    assert body["output"][0]["content"][0]["text"] == "he"
+    assert body["status"] == "completed"
+    assert "x-dynamo-ignored-parameters" not in answer.headers
+
+
 async def test_response_with_store_false_is_not_stored(rig):
     body = (await ask(rig, store=False)).json()
 

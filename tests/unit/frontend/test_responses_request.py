@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis.responses import request as responses_request
+from dynamo.frontend.apis.responses import tools as response_tools
 from dynamo.preprocess import images
 
 LEAST = {"model": "m", "input": "hi"}
@@ -42,11 +43,13 @@ def test_harmless_response_fields_are_accepted(harmless):
         ({"temperature": 3}, "temperature", "from 0 to 2"),
         ({"background": True}, "background", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"stop": ["x", ""]}, "stop", "at least one character"),
         ({"tools": [{}] * 1025}, "tools", "at most 1024"),
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
         ({"top_logprobs": 2}, "top_logprobs", "not supported; leave it out"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs is not supported"),
         ({"metadata": {"a": 1}}, "metadata", "a string"),
         ({"messages": []}, "messages", "this API has input instead"),
         ({"response_format": {}}, "response_format", "this API has text.format instead"),
@@ -221,13 +224,34 @@ def test_response_tools_are_converted_to_chat_tools():
         {"type": "function", "name": "g"},
     ]  # fmt: skip
 
-    assert responses_request.convert_tools(tools) == [
+    assert response_tools.convert_tools(tools) == [
         {
             "type": "function",
             "function": {"name": "f", "parameters": {"type": "object"}, "description": "does"},
         },
         {"type": "function", "function": {"name": "g", "parameters": {}}},
     ]
+
+
+def test_tools_of_one_name_are_known_by_their_namespaces():
+    look, see = ({"type": "function", "name": name} for name in ("look", "see"))
+    tools = [
+        look,
+        {"type": "namespace", "name": "left eye", "tools": [look, see]},
+        {"type": "namespace", "name": "right", "tools": [look]},
+    ]
+    converted = response_tools.convert_tools(tools)
+    names = [tool["function"]["name"] for tool in converted]
+    called = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    (message,) = responses_request.convert_items(
+        [called, called | {"namespace": "right"}], response_tools.list_renamed(tools)
+    )
+
+    assert names == ["look", "left_eye__look", "see", "right__look"]
+    assert [response_tools.map_tools(tools)[name].namespace for name in names] == [
+        None, "left eye", "left eye", "right",
+    ]  # fmt: skip
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["look", "right__look"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +265,7 @@ def test_response_tools_are_converted_to_chat_tools():
 )
 def test_invalid_response_tool_is_named(tool, param):
     with pytest.raises(errors.InvalidRequest) as caught:
-        responses_request.convert_tools([tool])
+        response_tools.convert_tools([tool])
 
     assert caught.value.param == param
 

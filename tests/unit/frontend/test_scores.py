@@ -51,6 +51,17 @@ async def test_scores_have_the_form_of_vllm(rig, path):
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "completion_tokens": 0}
 
 
+async def test_texts_may_have_the_later_names_of_vllm(rig):
+    texts = {"text_1": ["a", "bcd"], "text_2": ["abc", "d"]}
+    renamed = {"queries": texts["text_1"], "documents": texts["text_2"]}
+    told, same = [
+        (await rig.client.post("/v1/score", json={"model": "e", **fields})).json()
+        for fields in (texts, renamed)
+    ]
+
+    assert (same["data"], same["usage"]) == (told["data"], told["usage"])
+
+
 @pytest.mark.parametrize("path", scores.RANK_PATHS)
 async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
     documents = ["abc", {"text": "d"}]
@@ -72,6 +83,8 @@ async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
         ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "documents": "b"}, "text_1"),
+        ("/v1/score", {"queries": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 1025}, "documents"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query"),
@@ -81,6 +94,22 @@ async def test_invalid_field_is_a_400_with_its_name(rig, path, body, param):
     answer = await rig.client.post(path, json={"model": "e", **body})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/score", {"text_1": "x" * 201, "text_2": "b"}, "text_1", "text_1 number 0 has 201"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "x" * 201]}, "text_2", "text_2 number 1 has"),
+        ("/v1/rerank", {"query": "x" * 201, "documents": ["b"]}, "query", "query number 0 has 201"),
+        ("/v1/rerank", {"query": "a", "documents": ["x" * 201]}, "documents", "documents number 0"),
+    ],
+)  # fmt: skip
+async def test_text_that_is_too_long_is_named_by_its_place(rig, path, body, param, words):
+    error = (await rig.client.post(path, json={"model": "e", **body})).json()["error"]
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert words in error["message"]
 
 
 @pytest.mark.parametrize("path", scores.RANK_PATHS)

@@ -28,6 +28,22 @@ async def test_tokenize_counts_a_conversation_as_its_usage_does(rig):
     assert told["token_strs"] == ["u", "s", "e", "r", ":", "Ġ", "h", "i", "Ċ"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"continue_final_message": True}, "user: hi\nassistant: Well,"),
+        ({"continue_final_message": False}, "user: hi\nassistant: Well,\n"),
+        ({"chat_template": "{{ messages[0].content }}"}, "hi"),
+        ({"mm_processor_kwargs": {"fps": 1}}, "user: hi\nassistant: Well,\n"),
+    ],
+)
+async def test_tokenize_takes_the_fields_of_a_chat_that_make_its_prompt(rig, fields, prompt):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}]
+    answer = await tokenize(rig, model="m", messages=messages, **fields)
+
+    assert bytes(answer.json()["tokens"]).decode() == prompt
+
+
 async def test_detokenize_includes_special_tokens(rig):
     answer = await rig.client.post("/detokenize", json={"model": "m", "tokens": [104, 105, 256]})
 
@@ -57,6 +73,16 @@ async def test_model_is_optional_if_only_one_is_served(rig):
             {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
             400,
             "add_special_tokens",
+        ),
+        (
+            "/tokenize",
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            400,
+            "continue_final_message",
         ),
         ("/detokenize", {"model": "m", "tokens": [999]}, 400, "tokens"),
         ("/detokenize", {"model": "m", "tokens": ["x"]}, 400, "tokens[0]"),

@@ -59,5 +59,21 @@ def test_unenforceable_thinking_limit_is_refused_unless_optional(form, ids):
     assert options.make_thinking_limit(message(), "p", form, ids) is None
 
 
+def test_limit_that_an_engine_cannot_keep_is_refused_unless_optional():
+    with pytest.raises(errors.InvalidRequest, match="the engine of this model cannot limit"):
+        options.make_thinking_limit(chat(max_thinking_tokens=7), "p", THINK, IDS, can_limit=False)
+
+    assert options.make_thinking_limit(message(), "p", THINK, IDS, can_limit=False) is None
+
+
+def test_error_names_the_limit_as_the_request_does():
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    request = openai_chat.decode(json.dumps(body | {"thinking_token_budget": 7}).encode())
+    with pytest.raises(errors.InvalidRequest) as caught:
+        options.make_thinking_limit(request, "p", formats.AnswerFormat(), IDS)
+
+    assert caught.value.param == "thinking_token_budget"
+
+
 def test_thinking_budget_of_a_message_is_the_limit():
     assert options.make_thinking_limit(message(), "p", THINK, IDS).max_tokens == 2000

@@ -380,6 +380,7 @@ def _facts(engine: Engine) -> api.EngineFacts:
         max_num_batched_tokens=chunk if chunk > 0 else schedule.max_prefill_tokens,
         data_parallel_size=arguments.dp_size,
         supports_guided=not arguments.skip_tokenizer_init,
+        supports_thinking_limit=False,
         supports_cache_salt=False,  # releases lose it on the way to the cache (sglang #23300)
     )
 

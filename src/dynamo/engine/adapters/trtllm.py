@@ -231,6 +231,7 @@ class TrtllmLibrary:
             max_num_batched_tokens=self._args["max_num_tokens"],
             supports_prompt_logprobs=False,
             supports_cache_salt=False,
+            supports_thinking_limit=False,
             supports_guided=self._args.get("guided_decoding_backend") is not None,
         )
 

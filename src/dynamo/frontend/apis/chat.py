@@ -5,6 +5,7 @@ rarer (reasoning, tool calls, log probabilities) is encoded as it comes. So answ
 describe them; a test of the description keeps both in step. Fields may be added, so clients have to accept more.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -205,8 +206,15 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 class ChatFormatter:
     """Formats the answer to one request."""
 
-    def __init__(self, request: ChatRequest, answer_identity: sse.Identity) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        answer_identity: sse.Identity,
+        reasoning_field: str = "reasoning_content",
+    ) -> None:
+        """`reasoning_field` is the name of the field with the thoughts of the model."""
         self._identity = answer_identity
+        self._reasoning_field = reasoning_field
         # in chunks the tier that served the request is for clients that chose one
         self._tier = {} if request.service_tier is None else {"service_tier": _SERVICE_TIER}
         self._token_names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
@@ -278,7 +286,7 @@ class ChatFormatter:
             case str():
                 return {"content": piece}
             case parser.Reasoning(text) if not self._hides_reasoning:
-                return {"reasoning_content": text}
+                return {self._reasoning_field: text}
             case choices.Call():
                 part = (
                     self._call(piece)
@@ -314,7 +322,7 @@ class ChatFormatter:
             "role": "assistant",
             "content": content or (None if calls else ""),
             "refusal": None,
-            "reasoning_content": reasoning or None,
+            self._reasoning_field: reasoning or None,
             "tool_calls": calls,
             "annotations": [],
             "audio": None,
@@ -338,23 +346,21 @@ async def prepare(
     return (await preparer.prepare_conversation(chat, request_id, param=param),)
 
 
-API = pipeline.GenerationApi(
-    endpoint="chat_completions",
-    decode=decode,
-    prepare=prepare,
-    make_formatter=ChatFormatter,
-    stream=streaming.StreamDelivery,
-    dialect=error_dialects.OPENAI,
-)
-
-
-def operations(handlers: RequestHandlers) -> Sequence[Operation]:
-    """Return the operations of this API."""
+def operations(handlers: RequestHandlers, reasoning_field: str) -> Sequence[Operation]:
+    """Return the operations of this API; `reasoning_field` is the name under which answers have their thoughts."""
+    api = pipeline.GenerationApi(
+        endpoint="chat_completions",
+        decode=decode,
+        prepare=prepare,
+        make_formatter=functools.partial(ChatFormatter, reasoning_field=reasoning_field),
+        stream=streaming.StreamDelivery,
+        dialect=error_dialects.OPENAI,
+    )
     return (
         Operation(
             method="POST",
             path="/v1/chat/completions",
-            handler=handlers.generate(API),
+            handler=handlers.generate(api),
             summary="Answer a conversation, as OpenAI's chat does",
             tag="OpenAI",
             request=ChatRequest,

@@ -67,6 +67,9 @@ class VectorRequest(Protocol):
     def prompts(self) -> Sequence[inputs.Prompt]:
         """One or more inputs, each a text or token ids."""
 
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the input of this number, and its number there."""
+
     @property
     def dimensions(self) -> int | None:
         """The length to which each vector is shortened; None: the model's own."""
@@ -224,13 +227,20 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     user: str | None = None
-    # refused, unless it asks for nothing
+    # refused, unless they ask for nothing; those of vLLM for what vectors are not here
     nvext: None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    use_activation: Literal[True] | None = None
 
     @property
     def prompts(self) -> list[inputs.Prompt]:
         """One or more inputs, each a text or token ids."""
         return completions.split_prompts(self.input)
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the input of this number, and its number there."""
+        return "input", number
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
@@ -309,7 +319,11 @@ class EmbeddingPipeline:
             engine_request = encoders.EmbeddingRequest(
                 id=arrival.id,
                 model=model.name,
-                inputs=tuple(await model.preparer.tokenize_embedding_inputs(request.prompts)),
+                inputs=tuple(
+                    await model.preparer.tokenize_embedding_inputs(
+                        request.prompts, request.place_of
+                    )
+                ),
                 dimensions=request.dimensions,
             )
             if self._pipeline.admission.is_active:

@@ -142,7 +142,7 @@ def _declare_files(api: Operations, files: journal.BatchJournal, handlers: Reque
 def _declare_batches(
     api: Operations, handlers: RequestHandlers, batches: runner.BatchRunner
 ) -> None:
-    rights = handlers.rights
+    rights, unknown = handlers.rights, handlers.pipeline.unknown
     decode = json_body.RequestDecoder(lines.BatchRequest).decode
     answer_and_wake = functools.partial(answer_from_disk, announce=batches.wake)
 
@@ -159,7 +159,7 @@ def _declare_batches(
     def begin_batch(client: exchange.Exchange) -> lines.Batch:
         api_key = rights.api_key_of(client)
         key_name = None if api_key is None else api_key.entry.name
-        asked, tenant = decode(client.request.body), rights.tenant_of(client)
+        asked, tenant = unknown.decode_here(client, decode), rights.tenant_of(client)
         return batches.journal.add_batch(asked, tenant, key_name)
 
     @api.get(BATCHES_PATH, "Batches, newest first", answer=lines.BatchPage, errors=(400, *_ERRORS))

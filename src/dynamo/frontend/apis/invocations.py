@@ -17,6 +17,7 @@ _PATH_BY_FIELD = {
     "input": "/v1/embeddings",
     "text_1": "/v1/score",
     "query": "/v1/rerank",
+    "queries": "/v1/score",
 }
 
 
@@ -29,6 +30,7 @@ class Invocation(msgspec.Struct, frozen=True):
     input: Any = None
     text_1: Any = None
     query: Any = None
+    queries: Any = None
 
 
 _decode = msgspec.json.Decoder(Invocation).decode

@@ -23,40 +23,73 @@ MAX_PAIRS = 1024  # so that their products never delay other answers for long
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
+_Texts = str | list[str]
+
+
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pairs of texts: one text with each of a list, or two lists of one length, pair by pair."""
 
     model: str
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: _Texts | None = None
+    text_2: _Texts | None = None
+    queries: _Texts | None = None  # vLLM's later names of the same
+    documents: _Texts | None = None
     user: str | None = None
 
     dimensions = None
     encoding_format = None
 
     @property
+    def sides(self) -> tuple[str, str]:
+        """The names of the two fields with the texts."""
+        return ("text_1", "text_2") if self.queries is None else ("queries", "documents")
+
+    @property
+    def first_texts(self) -> list[str]:
+        """The texts of the first side."""
+        return _list_texts(self.text_1 if self.queries is None else self.queries)
+
+    @property
+    def second_texts(self) -> list[str]:
+        """The texts of the second side."""
+        return _list_texts(self.text_2 if self.queries is None else self.documents)
+
+    @property
     def prompts(self) -> list[str]:
         """The texts of both sides, the first side first."""
-        return [*_texts(self.text_1), *_texts(self.text_2)]
+        return [*self.first_texts, *self.second_texts]
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the prompt of this number, and its number there."""
+        (first, second), num_first = self.sides, len(self.first_texts)
+        return (first, number) if number < num_first else (second, number - num_first)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The numbers of the two prompts of each score."""
-        num_first, num_second = len(_texts(self.text_1)), len(_texts(self.text_2))
+        num_first = len(self.first_texts)
         return [
-            (number if num_first > 1 else 0, num_first + number) for number in range(num_second)
+            (number if num_first > 1 else 0, num_first + number)
+            for number in range(len(self.second_texts))
         ]
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
-        embeddings.check_prompts(_texts(self.text_1), "text_1")
-        embeddings.check_prompts(_texts(self.text_2), "text_2")
-        num_first, num_second = len(_texts(self.text_1)), len(_texts(self.text_2))
+        first, second = self.sides
+        names = ("text_1", "text_2", "queries", "documents")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given != [first, second]:
+            raise embeddings.wrong_input(
+                first, "text_1 and text_2, or queries and documents", ", ".join(given) or "none"
+            )
+        embeddings.check_prompts(self.first_texts, first)
+        embeddings.check_prompts(self.second_texts, second)
+        num_first, num_second = len(self.first_texts), len(self.second_texts)
         if not num_first or (num_first > 1 and num_first != num_second):
-            expected = f"one text, or as many as in text_2, {num_second}"
-            raise embeddings.wrong_input("text_1", expected, str(num_first))
+            expected = f"one text, or as many as in {second}, {num_second}"
+            raise embeddings.wrong_input(first, expected, str(num_first))
         if not 0 < num_second <= MAX_PAIRS:
-            raise embeddings.wrong_input("text_2", f"1 to {MAX_PAIRS} texts", str(num_second))
+            raise embeddings.wrong_input(second, f"1 to {MAX_PAIRS} texts", str(num_second))
 
 
 class RankedText(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +121,10 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def prompts(self) -> list[str]:
         """The question, and the documents."""
         return [self.query, *self.texts]
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the field that has the prompt of this number, and its number there."""
+        return ("documents", number - 1) if number else ("query", 0)
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
@@ -166,8 +203,8 @@ def rank_answer(request: RerankRequest, vectors: Sequence[Sequence[float]]) -> l
     ]
 
 
-def _texts(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
+def _list_texts(value: _Texts | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
@@ -176,11 +213,19 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 _DOCUMENT = openapi.make_object(("text",), text=openapi.SOME_TEXT)
+_SIDES = (("text_1", "text_2"), ("queries", "documents"))
+_TWO_SIDES = {
+    "anyOf": [
+        openapi.make_object(
+            given,
+            **dict.fromkeys(given, openapi.PROMPT_TEXTS),
+            **dict.fromkeys(other, openapi.NULL),
+        )
+        for given, other in (_SIDES, _SIDES[::-1])
+    ]
+}
 _DETAILS: Mapping[type, Mapping[str, Any]] = {
-    ScoreRequest: {
-        "text_1": openapi.PROMPT_TEXTS,
-        "text_2": openapi.PROMPT_TEXTS,
-    },
+    ScoreRequest: {},
     RerankRequest: {
         "query": openapi.SOME_TEXT,
         "documents": openapi.list_of({"anyOf": [openapi.SOME_TEXT, _DOCUMENT]}),
@@ -248,6 +293,7 @@ def operations(
             ScoreRequest,
             make_scores,
             summary="How near texts are to each other",
+            request_rules=(_TWO_SIDES,),
             answer=ScoreList,
             example={"text_1": "Where was the cat?", "text_2": ["A cat sat.", "It rains."]},
         )

@@ -30,10 +30,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # refused, unless they ask for nothing
-    continue_final_message: None = None
-    chat_template: None = None
-    mm_processor_kwargs: None = None
+    continue_final_message: bool | None = None
+    chat_template: inputs.TemplateText | None = None
+    # without effect
+    mm_processor_kwargs: inputs.Hint = None
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that exclude each other, and for messages of the wrong form."""
@@ -44,8 +44,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         conversation.check_tools(self.tools or [])
         if self.messages is None:
+            if self.chat_template is not None:
+                raise errors.InvalidRequest.of_param(
+                    "chat_template", "only allowed with messages; leave it out"
+                )
             return
-        conversation.check_messages(self.messages)
+        self.to_conversation(self.model or "").check()
         if self.add_special_tokens:
             raise errors.InvalidRequest.of_param(
                 "add_special_tokens",
@@ -61,6 +65,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
         )
 
 
@@ -121,7 +127,9 @@ async def count_tokens(conversation: inputs.Conversation, model: RegisteredModel
 
 _TEXT_OR_CONVERSATION = {
     "anyOf": [
-        openapi.make_object(("prompt",), prompt=openapi.TEXT, messages=openapi.NULL),
+        openapi.make_object(
+            ("prompt",), prompt=openapi.TEXT, messages=openapi.NULL, chat_template=openapi.NULL
+        ),
         openapi.make_object(
             ("messages",),
             prompt=openapi.NULL,

@@ -66,7 +66,7 @@ class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
     deleted: Literal[True] = True
 
 
-class ExpiryRule(msgspec.Struct, frozen=True, kw_only=True):
+class ExpiryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a file is kept."""
 
     anchor: Literal["created_at"]
@@ -80,7 +80,7 @@ class UploadForm(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Literal["batch"]
 
 
-class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request to answer all lines of a file."""
 
     input_file_id: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]

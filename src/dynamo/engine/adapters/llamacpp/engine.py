@@ -244,6 +244,7 @@ class LlamaLibrary:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_prompt_logprobs=False,
+            supports_thinking_limit=False,
             supports_guided=True,
         )
 

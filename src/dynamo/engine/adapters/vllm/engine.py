@@ -413,6 +413,8 @@ def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.Engi
         max_top_logprobs=translation.max_top_logprobs(
             config.model_config.max_logprobs, config.model_config.get_vocab_size()
         ),
+        # it needs `--reasoning-parser` or `--reasoning-config`
+        supports_thinking_limit=config.reasoning_config is not None,
         supports_guided=not config.model_config.skip_tokenizer_init,
         lora_names=lora_names,
         max_images=versions.max_images(config),

@@ -271,7 +271,9 @@ PATH = "/v1/messages"
 _RESULT = openapi.with_fields(
     content_blocks.ToolResultBlock,
     content=openapi.or_null(
-        openapi.text_or_parts(content_blocks.TextBlock, content_blocks.ImageBlock)
+        openapi.text_or_parts(
+            content_blocks.TextBlock, content_blocks.ImageBlock, content_blocks.ToolReferenceBlock
+        )
     ),
 )
 _BLOCKS = content_blocks.BLOCK_TYPES | {"tool_result": _RESULT}

@@ -1,11 +1,11 @@
 """The content blocks of Anthropic's messages, and the text or parts of a conversation that they become."""  # decider
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import images, inputs
+from dynamo.preprocess import conversation, images, inputs
 from dynamo.runtime.http import json_body
 
 Content = str | list[dict[str, Any]]  # of a message of a conversation: parts only with images
@@ -71,6 +71,18 @@ class ToolResultBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_error: bool | None = None
 
 
+class ToolReferenceBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client's search has found, in the result of that search."""
+
+    type: Literal["tool_reference"]
+    tool_name: Annotated[str, msgspec.Meta(min_length=1, max_length=conversation.MAX_TOOL_NAME)]
+
+    @property
+    def text(self) -> str:
+        """The name alone: the model was shown all tools."""
+        return self.tool_name
+
+
 class ThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A thought of the assistant."""
 
@@ -91,6 +103,7 @@ BLOCK_TYPES: dict[str, type[Block]] = {
     "image": ImageBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
+    "tool_reference": ToolReferenceBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedThinkingBlock,
 }
@@ -125,7 +138,7 @@ def convert(blocks: list[Block], place: str) -> Content:
     for number, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
             parts.append(block.to_part(f"{place}[{number}]"))
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, TextBlock | ToolReferenceBlock):
             parts.append({"type": "text", "text": block.text})
     return parts
 
@@ -139,8 +152,10 @@ def join_contents(content: Content, more: Content) -> Content:
 
 
 def join_texts(blocks: list[Block]) -> str:
-    """Return the text blocks as lines."""
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    """Return the blocks with a text as lines."""
+    return "\n".join(
+        block.text for block in blocks if isinstance(block, TextBlock | ToolReferenceBlock)
+    )
 
 
 def join_lines(text: str, more: str) -> str:

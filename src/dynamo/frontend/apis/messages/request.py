@@ -79,6 +79,7 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     tool_choice: ToolSelection | None = None
     cache_control: content_blocks.CacheControl | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # without effect
     context_management: inputs.Hint = None
     # refused, unless they ask for nothing
@@ -189,7 +190,8 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
     @property
     def shows_thinking(self) -> bool:
         """True if the answer includes the model's thoughts."""
-        return bool(self.template_args[options.SWITCH]) and not self.omits_thinking
+        is_thinking = any(self.template_args[name] for name in options.SWITCHES)
+        return is_thinking and not self.omits_thinking
 
 
 BLOCKS_BY_ROLE = {
@@ -262,7 +264,10 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         tools=convert_tools(request.tools or []),
         tool_choice=convert_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-        chat_template_kwargs={options.SWITCH: request.is_thinking},
+        chat_template_kwargs={
+            **dict.fromkeys(options.SWITCHES, request.is_thinking),
+            **(request.chat_template_kwargs or {}),
+        },
         omits_thinking=request.thinking is not None and request.thinking.display == "omitted",
         continue_final_message=last["role"] == "assistant" and bool(last["content"]),
         reasoning_effort=config.effort if config else None,
@@ -365,7 +370,9 @@ class _MessageBuilder:
                 + json_body.describe(block.tool_use_id),
             )
         content_place = f"{place}.content"
-        blocks = content_blocks.decode(block.content or "", content_place, ("text", "image"))
+        blocks = content_blocks.decode(
+            block.content or "", content_place, ("text", "image", "tool_reference")
+        )
         message: dict[str, Any] = {
             "role": "tool",
             "tool_call_id": block.tool_use_id,

@@ -140,7 +140,13 @@ class OllamaFormatter:
             shown["thinking"] = thoughts
         if calls:
             shown["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}}
+                {
+                    "id": call.id,
+                    "function": {
+                        "name": call.name,
+                        "arguments": msgspec.Raw(call.arguments.encode()),
+                    },
+                }
                 for call in calls
             ]
         content: dict[str, Any] = {"response": text, **shown}

@@ -93,7 +93,9 @@ class OllamaInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             response_format = inputs.ResponseFormat(type="json_schema", json_schema=schema)
         elif self.format:
             response_format = inputs.ResponseFormat(type="json_object")
-        thinking = {} if self.think is None else {options.SWITCH: self.think is not False}
+        thinking: dict[str, Any] = {}
+        if self.think is not None:
+            thinking = dict.fromkeys(options.SWITCHES, self.think is not False)
         return OllamaConversation(
             model=self.model.removesuffix(_TAG),
             messages=messages,

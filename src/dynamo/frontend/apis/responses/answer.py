@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis.responses import request as responses_request
+from dynamo.frontend.apis.responses import tools as response_tools
 from dynamo.frontend.delivery import choices, sse
 from dynamo.preprocess import conversation
 from dynamo.protocols import model_errors
@@ -123,12 +124,7 @@ class ResponseFormatter:
         self._digits = answer_identity.request_id.replace("-", "")
         self._clock = answer_identity.clock
         self._store = store
-        tools = request.tools or []
-        inner = [tool for outer in tools if outer["type"] == "namespace" for tool in outer["tools"]]
-        self._custom_tools = frozenset(
-            tool["name"] for tool in (*tools, *inner) if tool["type"] == "custom"
-        )
-        self._namespaces = responses_request.map_namespaces(tools)
+        self._tools = response_tools.map_tools(request.tools or [])
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
@@ -217,17 +213,17 @@ class ResponseFormatter:
     def _new_item(self, piece: choices.Piece, number: int) -> dict[str, Any]:
         """Return the item that a piece of this kind begins, before it has any text."""
         if isinstance(piece, choices.Call):
-            is_custom = piece.name in self._custom_tools
+            tool = self._tool_of(piece)
+            is_custom = tool.is_custom
             kind, prefix = ("custom_tool_call", "ctc") if is_custom else ("function_call", "fc")
-            is_in_namespace = piece.name in self._namespaces
             return {
                 "type": kind,
                 "id": f"{prefix}_{self._digits}{number:02x}",
                 "call_id": piece.id,
-                "name": piece.name,
+                "name": tool.name,
                 _TEXT_EVENTS[kind][1]: "",
                 "status": "in_progress",
-                **({"namespace": self._namespaces[piece.name]} if is_in_namespace else {}),
+                **({} if tool.namespace is None else {"namespace": tool.namespace}),
             }
         empty = {"status": "in_progress", "content": []}
         if isinstance(piece, str):
@@ -240,8 +236,13 @@ class ResponseFormatter:
             return piece
         if not isinstance(piece, choices.Call):
             return piece.text
-        is_custom = piece.name in self._custom_tools
-        return conversation.custom_input(piece.arguments) if is_custom else piece.arguments
+        if self._tool_of(piece).is_custom:
+            return conversation.custom_input(piece.arguments)
+        return piece.arguments
+
+    def _tool_of(self, call: choices.Call) -> response_tools.ClientTool:
+        """Return the tool of a call as the client named it, or, if it is none of the client's, as the model did."""
+        return self._tools.get(call.name) or response_tools.ClientTool(call.name, None, False)
 
     def _complete(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
         response = self._response(_status(finish_reason), self._items, _usage(usage))

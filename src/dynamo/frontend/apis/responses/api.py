@@ -21,6 +21,7 @@ from dynamo.frontend.apis.operation import (
     add_request_id,
 )
 from dynamo.frontend.apis.responses import answer, request
+from dynamo.frontend.apis.responses import tools as response_tools
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, response_store
@@ -104,6 +105,7 @@ class Responses:
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
         """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
         decoded = self._resolve_references(request.decode(body), tenant)
+        tools = response_tools.convert_tools(decoded.tools or [])
         messages = self._collect_messages(decoded, tenant)
         return ResponseConversation(
             tenant=tenant,
@@ -116,7 +118,7 @@ class Responses:
             temperature=decoded.temperature,
             top_p=decoded.top_p,
             stream=decoded.stream,
-            tools=request.convert_tools(decoded.tools or []),
+            tools=tools,
             tool_choice=decoded.chat_tool_choice,
             response_format=decoded.response_format,
             reasoning_effort=decoded.effort,
@@ -127,11 +129,12 @@ class Responses:
     def decode_count(self, tenant: str, body: bytes) -> inputs.Conversation:
         """Return the conversation of a request to count tokens. Raises RequestError."""
         decoded = self._resolve_references(request.decode_count(body), tenant)
+        tools = response_tools.convert_tools(decoded.tools or [])
         messages = [*_instructions(decoded), *self._collect_messages(decoded, tenant)]
         return inputs.Conversation(
             model=decoded.model,
             messages=messages,
-            tools=request.convert_tools(decoded.tools or []),
+            tools=tools,
             tool_choice=decoded.chat_tool_choice,
             reasoning_effort=decoded.effort,
         )
@@ -208,8 +211,10 @@ class Responses:
     def _collect_messages(
         self, decoded: request.ResponseCountRequest, tenant: str
     ) -> list[dict[str, Any]]:
-        """Return the messages of the stored response that this request continues, and its own."""
-        messages = request.convert_items(decoded.input)
+        """Return the messages of the stored response that this request continues, and its own; its tools are valid."""
+        messages = request.convert_items(
+            decoded.input, response_tools.list_renamed(decoded.tools or [])
+        )
         if decoded.previous_response_id is None:
             return messages
         stored = self._store.find(decoded.previous_response_id, tenant)
@@ -224,7 +229,8 @@ class Responses:
     def _store_turn(self, turn: ResponseConversation, response: dict[str, Any]) -> None:
         if not turn.request.is_stored:
             return
-        messages = [*turn.stored_messages, *request.convert_items(response["output"])]
+        renamed = response_tools.list_renamed(turn.request.tools or [])
+        messages = [*turn.stored_messages, *request.convert_items(response["output"], renamed)]
         items = request.list_input(turn.request.input, response["id"].removeprefix("resp_"))
         stored = response_store.StoredResponse(
             sse.encode(response), sse.encode(messages), turn.tenant, sse.encode(items)
@@ -304,13 +310,13 @@ _ITEMS = openapi.list_of(
         ]
     }
 )
-_CLIENT_TOOL = (request.FunctionTool, request.CustomTool)
+_CLIENT_TOOL = (response_tools.FunctionTool, response_tools.CustomTool)
 _NAMESPACE = openapi.make_object(
     ("type", "tools"),
     type={"const": "namespace"},
     tools={"type": "array", "items": {"anyOf": [*_CLIENT_TOOL]}},
 )
-_OTHER_TOOL = openapi.make_object(("type",), type={"enum": [*request.DISPENSABLE_TOOLS]})
+_OTHER_TOOL = openapi.make_object(("type",), type={"enum": [*response_tools.DISPENSABLE_TOOLS]})
 _TOOLS = {
     "type": "array",
     "maxItems": inputs.MAX_TOOLS,
@@ -322,6 +328,8 @@ _PROMPT = {
     "logit_bias": openapi.LOGIT_BIAS,
     "prompt_logprobs": openapi.NULL,
 }
+_NO_LOGPROBS = {"type": "string", "not": {"const": "message.output_text.logprobs"}}
+_INCLUDE = openapi.or_null({"type": "array", "items": _NO_LOGPROBS})
 _TOOL_CHOICE = openapi.make_object(
     (),
     tool_choice={
@@ -357,7 +365,7 @@ def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequ
         PATH,
         "Answer, and store the answer so that a request can continue it",
         request=request.ResponsesRequest,
-        request_details=_PROMPT | {"background": {"enum": [False, None]}},
+        request_details=_PROMPT | {"background": {"enum": [False, None]}, "include": _INCLUDE},
         request_rules=(_TOOL_CHOICE,),
         answer=answer.Response,
         events=answer.ResponseEvent,

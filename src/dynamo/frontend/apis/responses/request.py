@@ -3,6 +3,7 @@
 Reasoning, text and tool calls of one turn of the assistant are an item each; a conversation has one message for them.
 """  # decider
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -186,6 +187,10 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
             raise errors.InvalidRequest.of_param(
                 "background", "not supported; expected false or nothing, got true"
             )
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise errors.InvalidRequest.of_param(
+                "include", "message.output_text.logprobs is not supported; leave it out"
+            )
 
 
 decode = json_body.RequestDecoder(ResponsesRequest).decode
@@ -245,30 +250,6 @@ class ReasoningItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True)
     encrypted_content: inputs.Hint = None
 
 
-_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=conversation.MAX_TOOL_NAME)]
-
-
-class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs with a text."""
-
-    type: Literal["custom"]
-    name: _ToolName
-    description: str | None = None
-    format: inputs.Hint = None
-    defer_loading: inputs.Hint = None
-
-
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs with an object."""
-
-    type: Literal["function"]
-    name: _ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # official clients always send true; without effect
-    defer_loading: inputs.Hint = None
-
-
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part with text."""
 
@@ -309,9 +290,6 @@ _ITEM_DECODERS: _Decoders = {
     "custom_tool_call_output": json_body.RequestDecoder(FunctionOutputItem),
     "reasoning": json_body.RequestDecoder(ReasoningItem),
 }
-_function_decoder = json_body.RequestDecoder(FunctionTool)
-_custom_decoder = json_body.RequestDecoder(CustomTool)
-DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
 _text_decoder = json_body.RequestDecoder(TextPart)
 _TEXT_DECODERS: _Decoders = {
     **dict.fromkeys(("input_text", "output_text", "reasoning_text"), _text_decoder),
@@ -320,41 +298,16 @@ _TEXT_DECODERS: _Decoders = {
 _PART_DECODERS = {**_TEXT_DECODERS, "input_image": json_body.RequestDecoder(ImagePart)}
 
 
-def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions. Raises InvalidRequest.
+def convert_items(
+    items: str | list[dict[str, Any]], known_names: Mapping[tuple[str, str], str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the messages of these items. Raises InvalidRequest.
 
-    Tools that the model may do without are left out and noted as ignored: coding agents send them unasked.
+    `known_names` are the names by which the model knows tools, by namespace and name, where they are others.
     """
-    converted = []
-    for number, tool in enumerate(tools):
-        place, kind = f"tools[{number}]", tool.get("type")
-        ignored = json_body.ignored_names.get()
-        if kind == "namespace" and isinstance(inner := tool.get("tools"), list):
-            converted += [
-                _convert_tool(one, f"{place}.tools[{index}]") for index, one in enumerate(inner)
-            ]
-        elif kind in DISPENSABLE_TOOLS and ignored is not None:
-            ignored.append(f"{place}.{kind}")
-        else:
-            converted.append(_convert_tool(tool, place))
-    return converted
-
-
-def map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the namespace of each tool that is in one, by the name of the tool."""
-    return {
-        tool["name"]: namespace["name"]
-        for namespace in tools
-        if namespace["type"] == "namespace" and isinstance(namespace.get("name"), str)
-        for tool in namespace["tools"]
-    }
-
-
-def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of these items. Raises InvalidRequest."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    builder = _MessageBuilder()
+    builder = _MessageBuilder(known_names or {})
     for number, item in enumerate(items):
         place = f"input[{number}]"
         decoded = _decode(item, item.get("type", "message"), _ITEM_DECODERS, place)
@@ -393,33 +346,12 @@ _ID_PREFIXES = {
 }
 
 
-def _convert_tool(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise errors.InvalidRequest.of_param(
-            place, f"expected an object, got {json_body.describe(value)}"
-        )
-    if value.get("type") == "custom":
-        custom: CustomTool = _custom_decoder.convert(value, place)
-        described = {"description": custom.description, "format": custom.format}
-        return {"type": "custom", "custom": {"name": custom.name, **described}}
-    if value.get("type") != "function":
-        raise errors.InvalidRequest.of_param(
-            f"{place}.type",
-            "tools that the server runs are not supported; expected 'function' or 'custom', got "
-            + json_body.describe(value.get("type")),
-        )
-    tool: FunctionTool = _function_decoder.convert(value, place)
-    function = {"name": tool.name, "parameters": tool.parameters or {}}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
-
-
 class _MessageBuilder:
     """Builds the messages of a conversation item by item."""
 
-    def __init__(self) -> None:
+    def __init__(self, known_names: Mapping[tuple[str, str], str]) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._known_names = known_names
 
     def append(self, item: Item, place: str) -> None:
         match item:
@@ -430,11 +362,13 @@ class _MessageBuilder:
                 self.messages.append({"role": item.role, "content": content})
             case FunctionCallItem():
                 # kept as text, which nests no deeper each time the conversation is stored
-                function = {"name": item.name, "arguments": item.arguments}
+                name = self._known_name(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._open_assistant().setdefault("tool_calls", []).append(call)
             case CustomCallItem():
-                custom = {"name": item.name, "input": item.input}
+                name = self._known_name(item.namespace, item.name)
+                custom = {"name": name, "input": item.input}
                 call = {"id": item.call_id, "type": "custom", "custom": custom}
                 self._open_assistant().setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():
@@ -445,6 +379,10 @@ class _MessageBuilder:
                 answer, text = self._open_assistant(), _join_parts(parts, f"{place}.content")
                 thoughts = (answer.get("reasoning_content"), text)
                 answer["reasoning_content"] = "\n".join(filter(None, thoughts))
+
+    def _known_name(self, namespace: Any, name: str) -> str:
+        is_named = isinstance(namespace, str)
+        return self._known_names.get((namespace, name), name) if is_named else name
 
     def _append_answer(self, text: str) -> None:
         if (message := self._open_assistant())["content"]:
