@@ -86,6 +86,39 @@ async def test_handler_answers_each_choice_in_tokens(runtime, running):
     assert requests[0]["stop_conditions"]["max_tokens"] is None
 
 
+@pytest.mark.parametrize(("max_tokens", "reason"), [(None, "eos"), (3, "eos"), (2, "length")])
+async def test_choice_without_a_finish_reason_ends_with_its_items(
+    runtime, running, max_tokens, reason
+):
+    async def handler(asked):
+        yield {"token_ids": [1]}
+        yield {"token_ids": [2]}
+
+    asked = request(
+        8,
+        stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+        sampling_options=generate.SamplingOptions(n=2),
+    )
+    outputs = await answer(runtime, running, handler, asked)
+
+    assert outputs == [
+        generate.Output(tokens, end, index=index)
+        for index in (0, 1)
+        for tokens, end in (((1,), None), ((2,), None), ((), generate.FinishReason(reason)))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "hidden", "eos"), [(False, [7, 2, 5], [2, 5]), (True, [7, 2], [])]
+)
+def test_handler_gets_all_tokens_that_end_an_answer(ignore_eos, hidden, eos):
+    stop = generate.StopConditions(stop_token_ids=(7, 2), ignore_eos=ignore_eos)
+    fields = models.preprocessed_request(request(1, stop_conditions=stop, eos_token_ids=(2, 5)), 0)
+
+    assert fields["stop_conditions"]["stop_token_ids_hidden"] == hidden
+    assert fields["eos_token_ids"] == eos
+
+
 async def test_error_of_the_engine_reaches_the_frontend(runtime, running):
     async def handler(asked):
         yield {"token_ids": [], "finish_reason": "error", "err_msg": "out of memory"}
