@@ -53,6 +53,22 @@ def test_command_line_of_vllm_serve_is_refused_with_what_to_write_here(words, hi
         settings.VllmConfig(engine_args=words)
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--revision", "v1.1"), "--revision .* give its directory as --model"),
+        (("--tokenizer=/models/other",), "--tokenizer .* frontends read the tokenizer"),
+        (("--override_generation_config", '{"temperature": 0.5}'), "generation_config.json"),
+        (("--override-generation-config.temperature=0.5",), "generation_config.json"),
+        (("--generation-config", "vllm"), "generation_config.json"),
+        (("--download-dir", "/models"), "HF_HOME"),
+    ],
+)
+def test_flag_of_vllm_that_would_have_no_effect_is_refused(words, hint):
+    with pytest.raises(errors.ConfigError, match=hint):
+        settings.VllmConfig(engine_args=("--dtype", "float32", *words))
+
+
 def test_flags_of_vllm_are_passed_on_in_every_spelling():
     words = ("-tp", "2", "--max_num_seqs=7", "--no-enable-prefix-caching", "--max-num-batched", "9")
     words += ("--compilation-config.mode", "0", "--seed", "-1", "-O3")

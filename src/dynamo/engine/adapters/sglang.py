@@ -193,6 +193,7 @@ CLEAR_TIMEOUT_S = 30.0  # SGLang clears its cache only when no request runs
 _DEFAULT_KV_ENDPOINT = "tcp://*:5557"  # where SGLang publishes KV events by default
 _REFUSED_FLAGS = {
     **adapter_settings.RESERVED_FLAGS,
+    **adapter_settings.HUB_FLAGS,
     "--skip-tokenizer-init": "--skip-tokenizer-init is the default; --load-tokenizer is its contrary",
     "--tokenizer-worker-num": "--tokenizer-worker-num: our frontend makes tokens, SGLang needs no workers for that",
     "--node-rank": "--node-rank: SGLang on several hosts is not supported yet",
