@@ -57,7 +57,7 @@ _OPTIONS = (
         lambda request, _: [*request.sampling_options.allowed_token_ids] or None,
         "allowed_token_ids", None, None,
     ),
-    OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", "max_new_tokens", None),
+    OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", None, None),
     OptionRow(lambda request, _: request.stop_conditions.min_tokens, "min_tokens", "min_new_tokens", None),
     OptionRow(lambda request, _: stop_token_ids(request), "stop_token_ids", "stop_token_ids", None),
 )  # fmt: skip
