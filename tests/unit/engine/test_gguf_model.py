@@ -104,6 +104,25 @@ def test_directory_has_template_ends_and_sizes_of_the_file(tmp_path):
     assert model_source.resolve(str(path)) == directory
 
 
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], [2, 3, 4]),  # gpt-oss
+        (["<|end|>", "<|endoftext|>"], [1, 2]),  # Phi
+    ],
+)
+def test_end_of_a_message_is_no_end_of_the_answer_where_thoughts_are_messages(special, ends):
+    fields = {
+        "general.architecture": "some",
+        "tokenizer.ggml.tokens": ["a", *special],
+        "tokenizer.ggml.token_type": [1] + [3] * len(special),
+        "tokenizer.ggml.eos_token_id": ends[0],
+    }
+    config = json.loads(gguf_model.model_files(fields, has_tokenizer=True)["config.json"])
+
+    assert config["eos_token_id"] == ends
+
+
 def test_tokenizer_beside_the_file_replaces_its_own(tmp_path):
     path = gguf_models.write_model(tmp_path / "m.gguf", pre="of nobody")
     with pytest.raises(

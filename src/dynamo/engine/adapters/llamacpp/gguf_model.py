@@ -24,7 +24,7 @@ import gguf
 
 from dynamo.base import errors
 
-_FORMAT = "2"  # of what is written; part of the directory's name
+_FORMAT = "3"  # of what is written; part of the directory's name
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _TEMPLATE, _TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # in the name of one of a model's files
@@ -55,8 +55,10 @@ _WHOLE_WORDS = (
 )  # a word that is a token needs no merges
 _END_TOKENS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
-    "<|return|>", "</s>",
+    "</s>",
 )  # fmt: skip
+# Of gpt-oss, where `<|end|>` ends a thought, and the answer follows.
+_HARMONY_END_TOKENS = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
 def unpack(path: Path, file_names: Sequence[str]) -> Path:
@@ -163,10 +165,11 @@ class _Vocabulary:
     def end_ids(self) -> list[int]:
         """The tokens that end an answer: those that the file names, and control tokens of a usual name."""
         named = [self._get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        names = _HARMONY_END_TOKENS if "<|return|>" in self.tokens else _END_TOKENS
         usual = [
             n
             for n, token in enumerate(self.tokens)
-            if token in _END_TOKENS and self._types[n] == _CONTROL
+            if token in names and self._types[n] == _CONTROL
         ]
         return list(dict.fromkeys([token for token in named if token is not None] + usual))
 
