@@ -241,7 +241,9 @@ def make_role_host(
     def make(
         kept_engine: api.Engine, sibling: component.DistributedRuntime, role: role_change.Role
     ) -> host.Host:
-        settled = dataclasses.replace(worker, disaggregation_mode=role, is_prefill_worker=False)
+        settled = dataclasses.replace(
+            worker, disaggregation_mode=role, is_prefill_worker=False, is_decode_worker=False
+        )
         return make_host(settled, kept_engine, sibling, directory)
 
     return role_change.RoleHost(engine, runtime, make, worker=worker, clock=clocks.SystemClock())
