@@ -72,7 +72,8 @@ def prepare_role(
         engine = _with_peer_prefixes(engine, runtime, registry, clock)
     if worker.disaggregation_mode == "agg":
         return WorkerRole(engine)
-    files, weights = card.describe_files(directory), card.fingerprint_weights(directory)
+    files = card.describe_files(directory, worker.custom_jinja_template)
+    weights = card.fingerprint_weights(directory)
     own = model_card.ModelCard(
         display_name=model,
         source_path=str(directory),

@@ -283,6 +283,10 @@ def _card_factory(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
+        if (template := worker.custom_jinja_template) is not None:
+            files = card.describe_files(directory, template)
+            types = dict.fromkeys((model_card.ModelType.CHAT, *built.model_type))
+            built = msgspec.structs.replace(built, files=files, model_type=tuple(types))
         _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 

@@ -89,6 +89,11 @@ class WorkerConfig(component.RuntimeConfig):
         help="seconds after which a prompt that a prefill worker has not computed is computed here",
         least=0.01,
     )
+    custom_jinja_template: str | None = config.option(
+        None,
+        env="DYN_CUSTOM_JINJA_TEMPLATE",
+        help="file with a chat template in place of the model's own, with tools and without",
+    )
     dyn_tool_call_parser: str | None = config.option(
         None,
         env="DYN_TOOL_CALL_PARSER",

@@ -44,6 +44,7 @@ def test_flag_that_no_supported_vllm_has_is_refused_before_its_import(flag):
     [
         (("--port", "8000"), "the frontend has --http-port"),
         (("--tool_call_parser=hermes",), "here it is --dyn-tool-call-parser"),
+        (("--chat-template", "own.jinja"), "here it is --custom-jinja-template"),
         (("--enable-auto-tool-choice",), "leave it out"),
         (("/models/qwen3", "--seed", "1"), "a model is given as --model /models/qwen3"),
     ],

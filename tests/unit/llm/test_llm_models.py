@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -184,6 +185,21 @@ async def test_model_is_published_as_it_was_registered_until_it_is_unregistered(
     assert (card.runtime_config.max_num_seqs, card.runtime_config.tool_call_parser) == (8, "hermes")
     assert facts.get_engine_specific("kind") == card.runtime_config.runtime_data["kind"] == "mine"
     assert (left, second.display_name) == ([], "again")
+
+
+async def test_template_that_is_registered_replaces_that_for_tools_as_well(runtime, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(await fetch_model("storyteller"), directory)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    await register_model(
+        ModelInput.Tokens, TEXT, runtime.endpoint(NAME), str(directory), "mine",
+        custom_template_path=str(tmp_path / "own.jinja"),
+    )  # fmt: skip
+    (card,) = await cards_of(runtime)
+
+    assert [name for name in card.files if "template" in name] == ["chat_template.jinja"]
 
 
 async def test_context_length_is_that_of_the_model(runtime):

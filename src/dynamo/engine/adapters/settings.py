@@ -124,6 +124,7 @@ _SERVER_FLAGS = {  # of `vllm serve`, which users bring along
     "--ssl-keyfile": "the frontend has --tls-key-path",
     "--allowed-origins": "the frontend has --cors-allow-origin",
     "--tool-call-parser": "here it is --dyn-tool-call-parser",
+    "--chat-template": "here it is --custom-jinja-template",
     "--enable-auto-tool-choice": "leave it out: models that know tools may call them",
 }
 _IDLE_FLAGS = {  # of vLLM's engine, for what it is not asked here
