@@ -84,6 +84,10 @@ def test_withheld_tokens_are_recovered_by_their_bytes():
     assert translation.recover("\ufffdx", 2, 1, token_bytes) is None
 
 
+def test_tokens_withheld_before_a_special_token_beyond_the_vocabulary_are_recovered():
+    assert translation.recover("hi é", 9, 2, [b"hi ", "é".encode()]) == (0, 1)
+
+
 def test_bytes_of_tokens_are_those_of_the_tokenizer():
     vocab = {"Ġcat": 0, "ðŁĺ": 1, "<|end|>": 2}
     byte_level = {

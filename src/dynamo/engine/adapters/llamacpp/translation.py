@@ -134,7 +134,8 @@ def recover(
     Of several possibilities it is the one with the longest tokens first. None if there is none: llama.cpp has replaced
     bytes that are no text.
     """
-    whole, end = text.encode(), token_bytes[last_token]
+    # a special token has no text here, and may lie behind the vocabulary of a tokenizer.json beside the file
+    whole, end = text.encode(), token_bytes[last_token] if last_token < len(token_bytes) else b""
     if not whole.endswith(end):
         return None
     ids = {piece: token for token, piece in enumerate(token_bytes) if piece}
