@@ -90,6 +90,28 @@ def test_ids_equal_those_of_sentencepiece(sentencepiece_proto, text):
     assert ours.decode(judge.encode(text)) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt-4o", ["Hello", "World", "Ġdon't", "Ġ", "123", "4", "/Ċ", "eÌģ"]),
+        ("llama4", ["Hello", "World", "Ġdon't", "Ġ", "123", "4", "/Ċ", "eÌģ"]),
+        ("qwen35", ["HelloWorld", "Ġdon", "'t", "Ġ", "1", "2", "3", "4", "/Ċ", "eÌģ"]),
+        ("glm4", ["HelloWorld", "Ġdon", "'t", "Ġ", "123", "4", "/Ċ", "e", "Ìģ"]),
+    ],
+)
+def test_text_is_split_into_words_as_the_file_names_it(name, words):
+    fields = {
+        "general.architecture": "some",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": gguf_models.byte_letters(),
+    }
+    ours = tokenizers.Tokenizer.from_str(gguf_model.model_files(fields)["tokenizer.json"])
+    text = "HelloWorld don't 1234/\ne\u0301"
+
+    assert [word for word, _ in ours.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
 def test_directory_has_template_ends_and_sizes_of_the_file(tmp_path):
     path = gguf_models.write_model(tmp_path / "tiny-Q4.gguf", layers=2)
     directory = model_source.resolve(str(path))
