@@ -157,6 +157,7 @@ FIRST_STEP_S = 120.0  # the first token may compile kernels that later ones use
 STATISTICS_TIMEOUT_S = 1.0  # in which one call waits for the statistics of a step
 _STATISTICS_PAUSE_S = 0.1
 Arguments = Mapping[str, Any]
+_BACKEND = "pytorch"
 _RESERVED_ARGUMENTS = {
     "model": "--model says it",
     "skip_tokenizer_init": "a tokenizer is loaded if guided_decoding_backend is given",
@@ -338,7 +339,7 @@ def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> 
         )
     for arguments, flag in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
         for name, reason in _RESERVED_ARGUMENTS.items():
-            if name in arguments:
+            if name in arguments and (name, arguments[name]) != ("backend", _BACKEND):
                 raise errors.ConfigError(f"{flag}: {name} is set by this worker: {reason}")
     merged = merge_arguments(merge_arguments(_flag_arguments(directory, settings), extra), override)
     # Only guided decoding needs a tokenizer.
@@ -377,7 +378,7 @@ def _flag_arguments(directory: Path, settings: TrtllmConfig) -> dict[str, Any]:
         cache["free_gpu_memory_fraction"] = settings.free_gpu_memory_fraction
     return {
         "model": str(directory),
-        "backend": "pytorch",
+        "backend": _BACKEND,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_batch_size": settings.max_batch_size,
         "max_num_tokens": settings.max_num_tokens,
