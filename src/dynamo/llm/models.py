@@ -142,7 +142,7 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
     directory = Path(await fetch_model(model_path, ignore_weights=True))
     files = cards.describe_files(directory)
     if custom_template_path is not None:
-        files["chat_template.jinja"] = _describe_template(Path(custom_template_path))
+        files = cards.with_template(files, custom_template_path, "custom_template_path")
     kinds = {
         ModelTypes.Chat: model_card.ModelType.CHAT,
         ModelTypes.Completions: model_card.ModelType.COMPLETIONS,
@@ -197,7 +197,8 @@ async def answer_tokens(
 ) -> AsyncIterator[generate.Output]:
     """Answer a frontend's request by the items of a user's handler, one choice after the other.
 
-    Raises EngineFailed for an item that is none, or that says so.
+    A choice ends with its items, also if none of them has a finish reason. Raises EngineFailed for an item that is
+    none, or that says so.
     """
     try:
         parsed = msgspec.convert(request, generate.Request)
@@ -206,18 +207,26 @@ async def answer_tokens(
     end_ids = {*parsed.stop_conditions.stop_token_ids, *parsed.eos_token_ids}
     for index in range(parsed.sampling_options.n):
         items = handle(preprocessed_request(parsed, index), context)
+        has_ended, num_left = False, parsed.stop_conditions.max_tokens
         try:
             async for item in items:
                 for output in translate_item(item, index, end_ids):
+                    has_ended |= output.finish_reason is not None
+                    num_left = None if num_left is None else num_left - len(output.token_ids)
                     yield output
         finally:
             await serving.close_items(items)
+        if not has_ended:
+            is_full = num_left is not None and num_left <= 0
+            reason = generate.FinishReason.LENGTH if is_full else generate.FinishReason.EOS
+            yield generate.Output((), reason, index=index)
 
 
 def preprocessed_request(request: generate.Request, index: int) -> dict[str, Any]:
     """Return the fields of NVIDIA Dynamo's preprocessed request for one choice; None stands for what is not set."""
     stop, sampling = request.stop_conditions, request.sampling_options
     seed = None if sampling.seed is None else sampling.seed + request.first_choice + index
+    end_ids = [] if stop.ignore_eos else list(request.eos_token_ids)
     return {
         "model": request.model,
         "token_ids": blocks.unpack(request.token_ids),
@@ -226,7 +235,7 @@ def preprocessed_request(request: generate.Request, index: int) -> dict[str, Any
             "min_tokens": stop.min_tokens,
             "stop": list(stop.stop) or None,
             "stop_token_ids": list(stop.stop_token_ids) or None,
-            "stop_token_ids_hidden": list(stop.stop_token_ids) or None,
+            "stop_token_ids_hidden": list(dict.fromkeys((*stop.stop_token_ids, *end_ids))) or None,
             "ignore_eos": stop.ignore_eos,
         },
         "sampling_options": {
@@ -244,7 +253,7 @@ def preprocessed_request(request: generate.Request, index: int) -> dict[str, Any
             "guided_decoding": None,
         },
         "output_options": {"logprobs": None, "prompt_logprobs": None},
-        "eos_token_ids": list(request.eos_token_ids),
+        "eos_token_ids": end_ids,
         "annotations": list(request.annotations),
         "lora_name": request.lora_name,
     }
@@ -289,13 +298,6 @@ def _instance_of(endpoint: naming.Endpoint) -> instances.Instance:
         instance_id=endpoint.connection_id(),
         transport={},
     )
-
-
-def _describe_template(path: Path) -> model_card.ModelFile:
-    try:
-        return cards.describe(path)
-    except OSError as error:
-        raise errors.ConfigError(f"custom_template_path {path}: {error.strerror}") from error
 
 
 def _trained_context(directory: Path) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,11 @@ from dynamo.engine import api
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component, requests, services
 
+_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+)
 # What a frontend needs to turn text into tokens and back, and to know the limits of a model.
 FILES = (
     "config.json",
@@ -27,9 +33,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
+    *_TEMPLATES,
 )
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 _HEAD_BYTES = 64 * 1024
@@ -111,9 +115,25 @@ def build_embedding(
     )
 
 
-def describe_files(directory: Path) -> dict[str, model_card.ModelFile]:
-    """Describe the files of a model directory that a frontend needs, by name."""
-    return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
+def describe_files(directory: Path, template: str | None = None) -> dict[str, model_card.ModelFile]:
+    """Describe the files of a model directory that a frontend needs, by name, or its template elsewhere.
+
+    Raises ConfigError for a template that cannot be read.
+    """
+    files = {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
+    return with_template(files, template, "--custom-jinja-template") if template else files
+
+
+def with_template(
+    files: Mapping[str, model_card.ModelFile], path: str, option: str
+) -> dict[str, model_card.ModelFile]:
+    """Return the files with this chat template in place of all of the model's. Raises ConfigError, by the option."""
+    try:
+        template = describe(Path(path).expanduser().absolute())
+    except OSError as error:
+        raise errors.ConfigError(f"{option} {path}: {error.strerror}") from error
+    others = {name: file for name, file in files.items() if name not in _TEMPLATES}
+    return others | {_TEMPLATES[0]: template}
 
 
 def fingerprint_weights(directory: Path) -> str:

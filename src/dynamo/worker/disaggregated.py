@@ -54,7 +54,7 @@ def prepare_role(
 ) -> WorkerRole:
     """Prepare an engine, before it starts, for the worker's role. Raises ConfigError if it cannot have that role."""
     transfer = engine.capabilities.kv_transfer
-    is_split = worker.is_prefill or worker.disaggregation_mode == "decode"
+    is_split = worker.is_prefill or worker.is_decode
     if transfer is None:
         if is_split:
             raise errors.ConfigError(
@@ -72,7 +72,8 @@ def prepare_role(
         engine = _with_peer_prefixes(engine, runtime, registry, clock)
     if worker.disaggregation_mode == "agg":
         return WorkerRole(engine)
-    files, weights = card.describe_files(directory), card.fingerprint_weights(directory)
+    files = card.describe_files(directory, worker.custom_jinja_template)
+    weights = card.fingerprint_weights(directory)
     own = model_card.ModelCard(
         display_name=model,
         source_path=str(directory),
@@ -108,7 +109,7 @@ def prepare_role(
 
 def require_aggregated(worker: settings.WorkerConfig) -> settings.WorkerConfig:
     """Return the options for several workers in one process. Raises ConfigError for any role but aggregated."""
-    if worker.is_prefill or worker.disaggregation_mode == "decode":
+    if worker.is_prefill or worker.is_decode:
         raise errors.ConfigError(
             "--num-workers: expected 1 with --disaggregation-mode prefill or decode, or agg for several"
         )
@@ -133,7 +134,7 @@ def add_role(
         kind = model_card.WorkerType.PREFILL
         data[kv_transfer.METADATA_KEY] = base64.b64encode(transfer.transfer_metadata).decode()
         data[shared_queue.TAKES_JOBS] = worker.prefill_queue == "queue"
-    elif worker.disaggregation_mode == "decode":
+    elif worker.is_decode:
         kind = model_card.WorkerType.DECODE
     elif not worker.is_prefill and worker.disaggregation_mode != "agg":
         data[kv_transfer.IMPORTS_KEY] = True

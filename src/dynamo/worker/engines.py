@@ -142,7 +142,8 @@ def find_model(
         model, with_weights=kind.needs_weights, on_download=on_download
     )
     is_gguf = any(directory.glob(f"*{model_source.GGUF_SUFFIX}"))
-    if is_gguf and not kind.reads_gguf and kind.needs_weights:
+    has_others = model_source.has_all_weights(directory)  # beside a GGUF file, as in gemma-2b
+    if is_gguf and not has_others and not kind.reads_gguf and kind.needs_weights:
         raise errors.ConfigError(
             f"{model} is a GGUF file, which the {name} engine does not read: serve it with python -m dynamo.llamacpp"
         )

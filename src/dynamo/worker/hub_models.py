@@ -41,6 +41,7 @@ PART = ".part"
 _AT_ONCE = 8
 _REPORT_S = 10.0  # between two lines, where the output is no terminal
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNREAD = "original/*"  # the weights once more, as their makers have them: of gpt-oss as much again
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
 constants.DOWNLOAD_CHUNK_SIZE = 2**18
@@ -129,6 +130,7 @@ def _files_at_hub(name: str, patterns: tuple[str, ...]) -> _HubFiles | None:
         sibling.rfilename: sibling.size or 0
         for sibling in model.siblings or ()
         if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
+        and not fnmatch.fnmatch(sibling.rfilename, _UNREAD)
     }
     return _HubFiles(commit=model.sha or "main", sizes=sizes)
 
@@ -137,6 +139,7 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
     return huggingface_hub.snapshot_download(
         name,
         allow_patterns=list(patterns),
+        ignore_patterns=_UNREAD,
         etag_timeout=HUB_TIMEOUT_S,
         local_files_only=cached,
     )

@@ -241,7 +241,9 @@ def make_role_host(
     def make(
         kept_engine: api.Engine, sibling: component.DistributedRuntime, role: role_change.Role
     ) -> host.Host:
-        settled = dataclasses.replace(worker, disaggregation_mode=role, is_prefill_worker=False)
+        settled = dataclasses.replace(
+            worker, disaggregation_mode=role, is_prefill_worker=False, is_decode_worker=False
+        )
         return make_host(settled, kept_engine, sibling, directory)
 
     return role_change.RoleHost(engine, runtime, make, worker=worker, clock=clocks.SystemClock())
@@ -281,6 +283,10 @@ def _card_factory(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
+        if (template := worker.custom_jinja_template) is not None:
+            files = card.describe_files(directory, template)
+            types = dict.fromkeys((model_card.ModelType.CHAT, *built.model_type))
+            built = msgspec.structs.replace(built, files=files, model_type=tuple(types))
         _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 

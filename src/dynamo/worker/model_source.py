@@ -22,7 +22,8 @@ from dynamo.worker import card
 BUILT_IN = "storyteller"
 GGUF_SUFFIX = ".gguf"
 REQUIRED = ("config.json", "tokenizer.json")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# weights, and code that an engine runs where it is told to (vLLM's --trust-remote-code)
+_ENGINE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
@@ -64,7 +65,7 @@ def resolve(
         )
     from dynamo.worker import hub_models  # 0.15 s of processor time, for names of the hub alone
 
-    patterns = _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES
+    patterns = _CONFIG_FILES + _ENGINE_FILES if with_weights else _CONFIG_FILES
 
     def is_whole(directory: Path) -> bool:
         return not _missing(directory) and (not with_weights or has_all_weights(directory))

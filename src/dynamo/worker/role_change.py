@@ -49,7 +49,7 @@ _decode_role = json_body.RequestDecoder(RoleRequest).decode
 
 def can_change_role(worker: settings.WorkerConfig, engine: api.Engine) -> bool:
     """Return True if a worker with these settings may become a prefill worker or a decode worker."""
-    has_role = worker.is_prefill or worker.disaggregation_mode == "decode"
+    has_role = worker.is_prefill or worker.is_decode
     can_change = engine.capabilities.role_changer is not None
     return has_role and worker.endpoint is None and can_change
 

@@ -43,6 +43,10 @@ class WorkerConfig(component.RuntimeConfig):
     is_prefill_worker: bool = config.option(
         False, help="compute prompts for decode workers; the same as --disaggregation-mode prefill"
     )
+    is_decode_worker: bool = config.option(
+        False,
+        help="let prefill workers compute long prompts; the same as --disaggregation-mode decode",
+    )
     disaggregation_mode: Literal["agg", "prefill", "decode"] | None = config.option(
         None,
         aliases=("--worker-type",),
@@ -84,6 +88,11 @@ class WorkerConfig(component.RuntimeConfig):
         30.0,
         help="seconds after which a prompt that a prefill worker has not computed is computed here",
         least=0.01,
+    )
+    custom_jinja_template: str | None = config.option(
+        None,
+        env="DYN_CUSTOM_JINJA_TEMPLATE",
+        help="file with a chat template in place of the model's own, with tools and without",
     )
     dyn_tool_call_parser: str | None = config.option(
         None,
@@ -158,10 +167,14 @@ class WorkerConfig(component.RuntimeConfig):
 
     def check(self) -> None:
         """Raise ConfigError for an unknown parser or format, and for two roles at once."""
-        if self.is_prefill_worker and self.disaggregation_mode not in (None, "prefill"):
-            raise errors.ConfigError(
-                f"--is-prefill-worker and --disaggregation-mode {self.disaggregation_mode}: expected one of the two"
-            )
+        roles = {
+            "--is-prefill-worker": "prefill" if self.is_prefill_worker else None,
+            "--is-decode-worker": "decode" if self.is_decode_worker else None,
+            f"--disaggregation-mode {self.disaggregation_mode}": self.disaggregation_mode,
+        }
+        given = {flag: role for flag, role in roles.items() if role is not None}
+        if len({*given.values()}) > 1:
+            raise errors.ConfigError(f"{' and '.join(given)}: expected one of them")
         infill.check(self.dyn_infill_format)
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
@@ -203,6 +216,11 @@ class WorkerConfig(component.RuntimeConfig):
     def is_prefill(self) -> bool:
         """Return whether this worker only computes prompts, for decode workers."""
         return self.is_prefill_worker or self.disaggregation_mode == "prefill"
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether this worker lets prefill workers compute long prompts, and says so on its card."""
+        return self.is_decode_worker or self.disaggregation_mode == "decode"
 
     @property
     def takes_from_queue(self) -> bool:

@@ -90,6 +90,28 @@ def test_ids_equal_those_of_sentencepiece(sentencepiece_proto, text):
     assert ours.decode(judge.encode(text)) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt-4o", ["Hello", "World", "Ġdon't", "Ġ", "123", "4", "/Ċ", "eÌģ"]),
+        ("llama4", ["Hello", "World", "Ġdon't", "Ġ", "123", "4", "/Ċ", "eÌģ"]),
+        ("qwen35", ["HelloWorld", "Ġdon", "'t", "Ġ", "1", "2", "3", "4", "/Ċ", "eÌģ"]),
+        ("glm4", ["HelloWorld", "Ġdon", "'t", "Ġ", "123", "4", "/Ċ", "e", "Ìģ"]),
+    ],
+)
+def test_text_is_split_into_words_as_the_file_names_it(name, words):
+    fields = {
+        "general.architecture": "some",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": gguf_models.byte_letters(),
+    }
+    ours = tokenizers.Tokenizer.from_str(gguf_model.model_files(fields)["tokenizer.json"])
+    text = "HelloWorld don't 1234/\ne\u0301"
+
+    assert [word for word, _ in ours.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
 def test_directory_has_template_ends_and_sizes_of_the_file(tmp_path):
     path = gguf_models.write_model(tmp_path / "tiny-Q4.gguf", layers=2)
     directory = model_source.resolve(str(path))
@@ -102,6 +124,25 @@ def test_directory_has_template_ends_and_sizes_of_the_file(tmp_path):
     assert (directory / "model.gguf").resolve() == path
     assert model_source.display_name(str(path)) == "tiny-Q4"
     assert model_source.resolve(str(path)) == directory
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], [2, 3, 4]),  # gpt-oss
+        (["<|end|>", "<|endoftext|>"], [1, 2]),  # Phi
+    ],
+)
+def test_end_of_a_message_is_no_end_of_the_answer_where_thoughts_are_messages(special, ends):
+    fields = {
+        "general.architecture": "some",
+        "tokenizer.ggml.tokens": ["a", *special],
+        "tokenizer.ggml.token_type": [1] + [3] * len(special),
+        "tokenizer.ggml.eos_token_id": ends[0],
+    }
+    config = json.loads(gguf_model.model_files(fields, has_tokenizer=True)["config.json"])
+
+    assert config["eos_token_id"] == ends
 
 
 def test_tokenizer_beside_the_file_replaces_its_own(tmp_path):

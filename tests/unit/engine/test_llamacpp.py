@@ -84,6 +84,10 @@ def test_withheld_tokens_are_recovered_by_their_bytes():
     assert translation.recover("\ufffdx", 2, 1, token_bytes) is None
 
 
+def test_tokens_withheld_before_a_special_token_beyond_the_vocabulary_are_recovered():
+    assert translation.recover("hi é", 9, 2, [b"hi ", "é".encode()]) == (0, 1)
+
+
 def test_bytes_of_tokens_are_those_of_the_tokenizer():
     vocab = {"Ġcat": 0, "ðŁĺ": 1, "<|end|>": 2}
     byte_level = {
@@ -161,6 +165,12 @@ def test_what_llamacpp_cannot_honour_is_refused_by_name(fields, param):
         options(**fields)
 
     assert refusal.value.param == param
+
+
+def test_thinking_budget_that_need_not_be_kept_is_ignored_by_llamacpp():
+    budget = generate.ThinkingLimit(max_tokens=1, close_ids=(1,), is_required=False)
+
+    assert options(thinking=budget) == options()
 
 
 async def test_weights_are_loaded_by_the_name_of_their_file(tmp_path, monkeypatch):

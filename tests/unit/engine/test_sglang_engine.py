@@ -63,6 +63,11 @@ def test_reserved_flags_are_refused(flag):
         made(flag, "x")
 
 
+def test_revision_of_the_hub_that_sglang_would_not_get_is_refused():
+    with pytest.raises(errors.ConfigError, match=r"--revision .* give its directory as --model"):
+        made("--revision", "v1.1")
+
+
 def test_an_unknown_flag_is_named():
     with pytest.raises(errors.ConfigError, match="SGLang: unrecognized arguments: --tp-sizes"):
         made("--tp-sizes-", "5")

@@ -52,6 +52,13 @@ def test_allowed_tokens_become_biases_among_which_those_of_the_request_count():
     assert made["logit_bias"] == {"7": 100.0, "8": 150.0}
 
 
+@pytest.mark.parametrize(("max_tokens", "limit"), [(7, 7), (8, None), (None, None)])
+def test_answer_that_may_fill_the_context_has_no_limit_that_sglang_would_refuse(max_tokens, limit):
+    features = sglang.SglangFeatures(context_length=10)  # of which the prompt has 2
+
+    assert params(features=features, stop={"max_tokens": max_tokens})["max_new_tokens"] == limit
+
+
 def test_top_k_of_all_tokens_is_minus_one():
     assert params()["top_k"] == -1
 
@@ -125,6 +132,12 @@ def test_options_unsupported_by_sglang_are_refused_by_name(param, request_):
         planned(**request_)
 
     assert refusal.value.param == param
+
+
+def test_thinking_budget_that_need_not_be_kept_is_ignored_by_sglang():
+    budget = generate.ThinkingLimit(max_tokens=4, close_ids=(3,), is_required=False)
+
+    assert planned(thinking=budget) == planned()
 
 
 def said(tokens, *, end=None, completed=9, **meta):

@@ -55,6 +55,10 @@ def test_reserved_arguments_are_refused_with_their_source(directory, name):
         made(directory, override_engine_args=json.dumps({name: 1}))
 
 
+def test_the_backend_that_is_supported_may_be_named(directory):
+    assert made(directory, {"backend": "pytorch"})["backend"] == "pytorch"
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_an_override_that_is_not_a_map_is_refused(directory, text):
     with pytest.raises(errors.ConfigError, match="--override-engine-args: expected"):

@@ -44,6 +44,7 @@ def test_flag_that_no_supported_vllm_has_is_refused_before_its_import(flag):
     [
         (("--port", "8000"), "the frontend has --http-port"),
         (("--tool_call_parser=hermes",), "here it is --dyn-tool-call-parser"),
+        (("--chat-template", "own.jinja"), "here it is --custom-jinja-template"),
         (("--enable-auto-tool-choice",), "leave it out"),
         (("/models/qwen3", "--seed", "1"), "a model is given as --model /models/qwen3"),
     ],
@@ -51,6 +52,22 @@ def test_flag_that_no_supported_vllm_has_is_refused_before_its_import(flag):
 def test_command_line_of_vllm_serve_is_refused_with_what_to_write_here(words, hint):
     with pytest.raises(errors.ConfigError, match=hint):
         settings.VllmConfig(engine_args=words)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--revision", "v1.1"), "--revision .* give its directory as --model"),
+        (("--tokenizer=/models/other",), "--tokenizer .* frontends read the tokenizer"),
+        (("--override_generation_config", '{"temperature": 0.5}'), "generation_config.json"),
+        (("--override-generation-config.temperature=0.5",), "generation_config.json"),
+        (("--generation-config", "vllm"), "generation_config.json"),
+        (("--download-dir", "/models"), "HF_HOME"),
+    ],
+)
+def test_flag_of_vllm_that_would_have_no_effect_is_refused(words, hint):
+    with pytest.raises(errors.ConfigError, match=hint):
+        settings.VllmConfig(engine_args=("--dtype", "float32", *words))
 
 
 def test_flags_of_vllm_are_passed_on_in_every_spelling():

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -86,6 +87,39 @@ async def test_handler_answers_each_choice_in_tokens(runtime, running):
     assert requests[0]["stop_conditions"]["max_tokens"] is None
 
 
+@pytest.mark.parametrize(("max_tokens", "reason"), [(None, "eos"), (3, "eos"), (2, "length")])
+async def test_choice_without_a_finish_reason_ends_with_its_items(
+    runtime, running, max_tokens, reason
+):
+    async def handler(asked):
+        yield {"token_ids": [1]}
+        yield {"token_ids": [2]}
+
+    asked = request(
+        8,
+        stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+        sampling_options=generate.SamplingOptions(n=2),
+    )
+    outputs = await answer(runtime, running, handler, asked)
+
+    assert outputs == [
+        generate.Output(tokens, end, index=index)
+        for index in (0, 1)
+        for tokens, end in (((1,), None), ((2,), None), ((), generate.FinishReason(reason)))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "hidden", "eos"), [(False, [7, 2, 5], [2, 5]), (True, [7, 2], [])]
+)
+def test_handler_gets_all_tokens_that_end_an_answer(ignore_eos, hidden, eos):
+    stop = generate.StopConditions(stop_token_ids=(7, 2), ignore_eos=ignore_eos)
+    fields = models.preprocessed_request(request(1, stop_conditions=stop, eos_token_ids=(2, 5)), 0)
+
+    assert fields["stop_conditions"]["stop_token_ids_hidden"] == hidden
+    assert fields["eos_token_ids"] == eos
+
+
 async def test_error_of_the_engine_reaches_the_frontend(runtime, running):
     async def handler(asked):
         yield {"token_ids": [], "finish_reason": "error", "err_msg": "out of memory"}
@@ -151,6 +185,21 @@ async def test_model_is_published_as_it_was_registered_until_it_is_unregistered(
     assert (card.runtime_config.max_num_seqs, card.runtime_config.tool_call_parser) == (8, "hermes")
     assert facts.get_engine_specific("kind") == card.runtime_config.runtime_data["kind"] == "mine"
     assert (left, second.display_name) == ([], "again")
+
+
+async def test_template_that_is_registered_replaces_that_for_tools_as_well(runtime, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(await fetch_model("storyteller"), directory)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    await register_model(
+        ModelInput.Tokens, TEXT, runtime.endpoint(NAME), str(directory), "mine",
+        custom_template_path=str(tmp_path / "own.jinja"),
+    )  # fmt: skip
+    (card,) = await cards_of(runtime)
+
+    assert [name for name in card.files if "template" in name] == ["chat_template.jinja"]
 
 
 async def test_context_length_is_that_of_the_model(runtime):

@@ -49,6 +49,18 @@ def test_template_for_tools_is_on_the_card(directory):
     assert described.path == str(directory / "additional_chat_templates" / "tool_use.jinja")
 
 
+def test_template_elsewhere_replaces_all_templates_of_the_model(directory, tmp_path):
+    (directory / "additional_chat_templates").mkdir()
+    for name in ("chat_template.json", "additional_chat_templates/tool_use.jinja"):
+        (directory / name).write_text("own")
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ messages }}")
+    files = card.describe_files(directory, str(other))
+
+    assert set(files) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert files["chat_template.jinja"].path == str(other)
+
+
 def test_fingerprint_of_the_weights_tells_names_sizes_and_contents_apart(directory):
     weights = directory / "model.safetensors"
     contents = (b"weights", b"weighty", b"weights ", bytes(1 << 20), bytes((1 << 20) - 1) + b"x")

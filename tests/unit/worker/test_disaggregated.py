@@ -247,11 +247,34 @@ def test_prefill_worker_serves_at_its_own_endpoint():
     ]
 
 
-def test_two_roles_at_once_are_refused():
-    worker = settings.WorkerConfig(is_prefill_worker=True, disaggregation_mode="decode")
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        (
+            {"is_prefill_worker": True, "disaggregation_mode": "decode"},
+            "--is-prefill-worker and --disaggregation-mode decode",
+        ),
+        (
+            {"is_decode_worker": True, "disaggregation_mode": "agg"},
+            "--is-decode-worker and --disaggregation-mode agg",
+        ),
+        (
+            {"is_prefill_worker": True, "is_decode_worker": True},
+            "--is-prefill-worker and --is-decode-worker",
+        ),
+    ],
+)
+def test_two_roles_at_once_are_refused(fields, flags):
+    with pytest.raises(errors.ConfigError, match=f"^{flags}: expected one of them$"):
+        settings.WorkerConfig(**fields).check()
 
-    with pytest.raises(errors.ConfigError, match="one of the two"):
-        worker.check()
+
+def test_decode_worker_is_marked_by_either_flag():
+    ways = ({"is_decode_worker": True}, {"disaggregation_mode": "decode"})
+    workers = [settings.WorkerConfig(**fields) for fields in ways]
+    cards = [disaggregated.add_role(CARD, worker, ExportingEngine()) for worker in workers]
+
+    assert [card.worker_type for card in cards] == [model_card.WorkerType.DECODE] * 2
 
 
 async def test_policy_is_selected_by_its_name(tmp_path):

@@ -8,7 +8,7 @@ from dynamo.base import errors
 from dynamo.engine.adapters import settings as adapters
 from dynamo.engine.mock import settings as mock
 from dynamo.engine.native import settings as native
-from dynamo.worker import engines
+from dynamo.worker import engines, model_source
 
 
 def test_unknown_engine_is_refused_with_the_known_engines():
@@ -35,6 +35,21 @@ def test_error_for_an_engine_without_an_extra_says_what_to_install(monkeypatch, 
     monkeypatch.setattr(engines.importlib, "import_module", fail)
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=native"):
         engines.build("native", tmp_path, native.NativeConfig())
+
+
+def test_gguf_file_beside_other_weights_keeps_no_engine_from_them(tmp_path):
+    for name in (*model_source.REQUIRED, "model.gguf", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+
+    assert engines.find_model("native", str(tmp_path)) == tmp_path
+
+
+def test_directory_of_a_gguf_file_alone_is_refused(tmp_path):
+    for name in (*model_source.REQUIRED, "model.gguf"):
+        (tmp_path / name).write_text("{}")
+
+    with pytest.raises(errors.ConfigError, match="a GGUF file, which the native engine"):
+        engines.find_model("native", str(tmp_path))
 
 
 def test_wait_policy_of_torch_is_set_before_the_import(monkeypatch, tmp_path):

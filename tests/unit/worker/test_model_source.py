@@ -82,6 +82,20 @@ def test_cached_model_needs_no_network(tmp_path, monkeypatch):
     assert model_source.display_name("org/model") == "org/model"
 
 
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_code_of_a_model_comes_with_its_weights(tmp_path, monkeypatch, with_weights):
+    fill(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+
+    def snapshot_download(name, *, allow_patterns, **options):
+        assert ("*.py" in allow_patterns) == with_weights
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+    assert model_source.resolve("org/model", with_weights=with_weights) == tmp_path
+
+
 def test_offline_is_respected(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail_with(AssertionError()))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

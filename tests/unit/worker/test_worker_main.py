@@ -116,6 +116,13 @@ def test_model_with_an_invalid_chat_template_is_refused(run, capsys, tmp_path):
     assert "the chat template is no valid template" in capsys.readouterr().err
 
 
+def test_template_of_the_flag_that_cannot_be_read_is_refused(run, capsys):
+    memory = ("--discovery-backend=mem", "--request-plane=memory", "--event-plane=memory")
+
+    assert run("--custom-jinja-template", "/no/such.jinja", *memory) == 2
+    assert "--custom-jinja-template /no/such.jinja: No such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

@@ -23,6 +23,11 @@ RESERVED_FLAGS = {
     flag: f"{flag} is set by this worker for the engine: write it once, with dashes"
     for flag in ("--model", "--model-path", "--served-model-name", "--config")
 }
+HUB_FLAGS = {  # of engines that find the files of a model themselves, which this worker does for them
+    "--revision": "--revision would have no effect: a model of the hub is that of its main branch here; download"
+    " another one, and give its directory as --model",
+    "--download-dir": "--download-dir would have no effect: models of the hub are kept where HF_HOME says",
+}
 _logger = logging.getLogger(__name__)
 Release = tuple[int, int]
 
@@ -119,7 +124,20 @@ _SERVER_FLAGS = {  # of `vllm serve`, which users bring along
     "--ssl-keyfile": "the frontend has --tls-key-path",
     "--allowed-origins": "the frontend has --cors-allow-origin",
     "--tool-call-parser": "here it is --dyn-tool-call-parser",
+    "--chat-template": "here it is --custom-jinja-template",
     "--enable-auto-tool-choice": "leave it out: models that know tools may call them",
+}
+_IDLE_FLAGS = {  # of vLLM's engine, for what it is not asked here
+    **HUB_FLAGS,
+    **{
+        flag: f"{flag} would have no effect: frontends read the tokenizer in the model's directory"
+        for flag in ("--tokenizer", "--tokenizer-revision")
+    },
+    **{
+        flag: f"{flag} would have no effect: write defaults of sampling into generation_config.json in the model's"
+        " directory, which frontends read"
+        for flag in ("--generation-config", "--override-generation-config")
+    },
 }
 
 
@@ -145,12 +163,16 @@ class VllmConfig(tier_setup.TierConfig):
     )
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a flag that no supported release of vLLM has: its import would take half a minute."""
+        """Raise ConfigError for a flag without effect, and one that no supported release of vLLM has.
+
+        The import of vLLM, which would find the latter, would take half a minute.
+        """
         if self.engine_args and not self.engine_args[0].startswith("-"):
             word = self.engine_args[0]
             raise errors.ConfigError(
                 f"unexpected argument: {word}; a model is given as --model {word}"
             )
+        refuse_flags(self.engine_args, _IDLE_FLAGS)
         known = VLLM_FLAGS.read_text().split()
         for name in map(_flag_name, self.engine_args):
             # As vLLM's parser does, take the beginning of a name and the negation of a switch.

@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class SglangFeatures(NamedTuple):
     has_tokenizer: bool = False
     has_priority: bool = False
     is_low_first: bool = False  # the lower priority is served first
+    context_length: int | None = None  # known once it has started
 
 
 def generate_arguments(
@@ -68,7 +70,7 @@ def generate_arguments(
     top_counts = [count for count in (report.logprobs, prompt_logprobs) if count is not None]
     priority = -request.priority if features.is_low_first else request.priority
     return {
-        "sampling_params": _sampling_params(request, index),
+        "sampling_params": _sampling_params(request, index, features.context_length),
         "return_logprob": bool(top_counts),
         "logprob_start_len": 0 if prompt_logprobs is not None else -1,  # from the first, or none
         "top_logprobs_num": max(top_counts, default=0),
@@ -78,10 +80,15 @@ def generate_arguments(
     }
 
 
-def _sampling_params(request: generate.Request, index: int) -> dict[str, Any]:
-    options = request.sampling_options
+def _sampling_params(
+    request: generate.Request, index: int, context_length: int | None
+) -> dict[str, Any]:
+    options, limit = request.sampling_options, request.stop_conditions.max_tokens
+    # Some releases, and all that speculate, refuse a limit that fills the context; without one the answer ends there.
+    is_full = limit is not None and request.prompt_len + limit >= (context_length or math.inf)
     params = {
         **translation.sampling_fields(request, index, "sglang"),
+        "max_new_tokens": None if is_full else limit,
         "top_k": options.top_k or _ALL_TOKENS,
         "logit_bias": {str(token): bias for token, bias in translation.biases(options).items()}
         or None,
@@ -105,10 +112,7 @@ def _refuse_unsupported(request: generate.Request, features: SglangFeatures) -> 
         "SGLang", "min_tokens", "needs the tokenizer for it: start it with --load-tokenizer",
         is_used=stop.min_tokens > 0 and not features.has_tokenizer,
     )  # fmt: skip
-    translation.refuse_param(
-        "SGLang", "nvext.max_thinking_tokens", "has no limit for thoughts here",
-        is_used=request.thinking is not None,
-    )  # fmt: skip
+    translation.refuse_thinking_limit("SGLang", request)
     translation.refuse_param(
         "SGLang", "kv_transfer_params", "moves blocks by its own rendezvous, which is not supported yet",
         is_used=request.kv_transfer_params is not None,
@@ -196,6 +200,7 @@ CLEAR_TIMEOUT_S = 30.0  # SGLang clears its cache only when no request runs
 _DEFAULT_KV_ENDPOINT = "tcp://*:5557"  # where SGLang publishes KV events by default
 _REFUSED_FLAGS = {
     **adapter_settings.RESERVED_FLAGS,
+    **adapter_settings.HUB_FLAGS,
     "--skip-tokenizer-init": "--skip-tokenizer-init is the default; --load-tokenizer is its contrary",
     "--tokenizer-worker-num": "--tokenizer-worker-num: our frontend makes tokens, SGLang needs no workers for that",
     "--node-rank": "--node-rank: SGLang on several hosts is not supported yet",
@@ -291,6 +296,7 @@ class SglangLibrary:
             ) from error
         loop.add_signal_handler(signal.SIGQUIT, self._record_death)
         facts = _facts(self._started)
+        self._features = self._features._replace(context_length=facts.context_length)
         if self._kv_subscriber is not None:
             self._kv_subscriber.start(facts.kv_block_size, on_kv_events)
         return facts

@@ -57,7 +57,7 @@ _OPTIONS = (
         lambda request, _: [*request.sampling_options.allowed_token_ids] or None,
         "allowed_token_ids", None, None,
     ),
-    OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", "max_new_tokens", None),
+    OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", None, None),
     OptionRow(lambda request, _: request.stop_conditions.min_tokens, "min_tokens", "min_new_tokens", None),
     OptionRow(lambda request, _: stop_token_ids(request), "stop_token_ids", "stop_token_ids", None),
 )  # fmt: skip
@@ -127,6 +127,14 @@ def refuse_param(library: str, param: str, reason: str, *, is_used: bool) -> Non
     """Raise InvalidRequest that names the parameter, if the request uses it and the library cannot honour it."""
     if is_used:
         raise errors.InvalidRequest.of_param(param, f"{library} {reason}")
+
+
+def refuse_thinking_limit(library: str, request: generate.Request) -> None:
+    """Raise InvalidRequest for a limit of thoughts that has to be kept; the library has none."""
+    refuse_param(
+        library, "nvext.max_thinking_tokens", "has no limit for thoughts here",
+        is_used=request.thinking is not None and request.thinking.is_required,
+    )  # fmt: skip
 
 
 def convert_logprobs(

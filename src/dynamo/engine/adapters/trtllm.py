@@ -90,10 +90,7 @@ def _refuse_unsupported(request: generate.Request, stop_ids: list[int]) -> None:
         _NAME, "prompt_logprobs", "has no prompt logprobs here",
         is_used=request.output_options.prompt_logprobs is not None,
     )  # fmt: skip
-    translation.refuse_param(
-        _NAME, "nvext.max_thinking_tokens", "has no limit for thoughts here",
-        is_used=request.thinking is not None,
-    )  # fmt: skip
+    translation.refuse_thinking_limit(_NAME, request)
     translation.refuse_param(
         _NAME, "kv_transfer_params", "moves blocks by a protocol of its own, which is not supported yet",
         is_used=request.kv_transfer_params is not None,
@@ -160,6 +157,7 @@ FIRST_STEP_S = 120.0  # the first token may compile kernels that later ones use
 STATISTICS_TIMEOUT_S = 1.0  # in which one call waits for the statistics of a step
 _STATISTICS_PAUSE_S = 0.1
 Arguments = Mapping[str, Any]
+_BACKEND = "pytorch"
 _RESERVED_ARGUMENTS = {
     "model": "--model says it",
     "skip_tokenizer_init": "a tokenizer is loaded if guided_decoding_backend is given",
@@ -342,7 +340,7 @@ def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> 
         )
     for arguments, flag in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
         for name, reason in _RESERVED_ARGUMENTS.items():
-            if name in arguments:
+            if name in arguments and (name, arguments[name]) != ("backend", _BACKEND):
                 raise errors.ConfigError(f"{flag}: {name} is set by this worker: {reason}")
     merged = merge_arguments(merge_arguments(_flag_arguments(directory, settings), extra), override)
     # Only guided decoding needs a tokenizer.
@@ -381,7 +379,7 @@ def _flag_arguments(directory: Path, settings: TrtllmConfig) -> dict[str, Any]:
         cache["free_gpu_memory_fraction"] = settings.free_gpu_memory_fraction
     return {
         "model": str(directory),
-        "backend": "pytorch",
+        "backend": _BACKEND,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_batch_size": settings.max_batch_size,
         "max_num_tokens": settings.max_num_tokens,

@@ -24,7 +24,7 @@ import gguf
 
 from dynamo.base import errors
 
-_FORMAT = "2"  # of what is written; part of the directory's name
+_FORMAT = "3"  # of what is written; part of the directory's name
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _TEMPLATE, _TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # in the name of one of a model's files
@@ -39,24 +39,39 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # The patterns that split a text into words before byte-pair encoding, by llama.cpp's name of them.
 _WORD_PATTERNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "jina-en", "olmo", "mpt"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT_4O,)),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
 }  # fmt: skip
 _WHOLE_WORDS = (
     "llama-bpe",
     "llama3",
     "llama-v3",
+    "lfm2",
     "tekken",
-)  # a word that is a token needs no merges
+)  # a word that is a token needs no merges, and a text begins with the first token
 _END_TOKENS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
-    "<|return|>", "</s>",
+    "</s>",
 )  # fmt: skip
+# Of gpt-oss, where `<|end|>` ends a thought, and the answer follows.
+_HARMONY_END_TOKENS = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
 def unpack(path: Path, file_names: Sequence[str]) -> Path:
@@ -163,10 +178,11 @@ class _Vocabulary:
     def end_ids(self) -> list[int]:
         """The tokens that end an answer: those that the file names, and control tokens of a usual name."""
         named = [self._get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        names = _HARMONY_END_TOKENS if "<|return|>" in self.tokens else _END_TOKENS
         usual = [
             n
             for n, token in enumerate(self.tokens)
-            if token in _END_TOKENS and self._types[n] == _CONTROL
+            if token in names and self._types[n] == _CONTROL
         ]
         return list(dict.fromkeys([token for token in named if token is not None] + usual))
 
@@ -214,7 +230,7 @@ class _Vocabulary:
             "use_regex": False,
         }
         return {
-            "normalizer": {"type": "NFC"} if name == "qwen2" else None,
+            "normalizer": {"type": "NFC"} if name in ("qwen2", "qwen35") else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
             "decoder": byte_level,
             "model": {
@@ -268,12 +284,7 @@ class _Vocabulary:
 
     def _post_processor(self, *, default: bool) -> dict[str, Any] | None:
         """Return what puts the model's first token before a text, and its last after it, if it wants them."""
-        is_default_bos = default or self._get("pre") in (
-            "llama-bpe",
-            "llama3",
-            "llama-v3",
-            "tekken",
-        )
+        is_default_bos = default or self._get("pre") in _WHOLE_WORDS
         wanted = {
             "bos": self._get("add_bos_token", is_default_bos),
             "eos": self._get("add_eos_token", False),

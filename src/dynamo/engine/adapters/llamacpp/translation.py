@@ -48,8 +48,7 @@ def completion_options(
     refuse(_NAME, "frequency_penalty", penalty_reason, is_used=bool(sampling.frequency_penalty))
     refuse(_NAME, "prompt_logprobs", "reports none for a prompt",
            is_used=request.output_options.prompt_logprobs is not None)  # fmt: skip
-    refuse(_NAME, "nvext.max_thinking_tokens", "has no limit for thoughts here",
-           is_used=request.thinking is not None)  # fmt: skip
+    translation.refuse_thinking_limit(_NAME, request)
     refuse(_NAME, "kv_transfer_params", "moves no blocks between workers",
            is_used=request.kv_transfer_params is not None)  # fmt: skip
     room = context_length - request.prompt_len
@@ -135,7 +134,8 @@ def recover(
     Of several possibilities it is the one with the longest tokens first. None if there is none: llama.cpp has replaced
     bytes that are no text.
     """
-    whole, end = text.encode(), token_bytes[last_token]
+    # a special token has no text here, and may lie behind the vocabulary of a tokenizer.json beside the file
+    whole, end = text.encode(), token_bytes[last_token] if last_token < len(token_bytes) else b""
     if not whole.endswith(end):
         return None
     ids = {piece: token for token, piece in enumerate(token_bytes) if piece}
