@@ -305,7 +305,6 @@ def make_thinking_limit(
         close_ids=close_ids,
         open_ids=_find_ids(marks.opens, id_of),
         is_open=marks.begins_in(prompt),
-        is_required=request.must_limit_thinking,
     )
 
 

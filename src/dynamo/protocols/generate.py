@@ -107,7 +107,6 @@ class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     close_ids: tuple[int, ...]  # the first one is written at the limit
     open_ids: tuple[int, ...] = ()
     is_open: bool = False  # the prompt has begun the reasoning
-    is_required: bool = True  # an engine without such limits refuses the request, else ignores this
 
 
 class CacheHint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -167,12 +167,6 @@ def test_what_llamacpp_cannot_honour_is_refused_by_name(fields, param):
     assert refusal.value.param == param
 
 
-def test_thinking_budget_that_need_not_be_kept_is_ignored_by_llamacpp():
-    budget = generate.ThinkingLimit(max_tokens=1, close_ids=(1,), is_required=False)
-
-    assert options(thinking=budget) == options()
-
-
 async def test_weights_are_loaded_by_the_name_of_their_file(tmp_path, monkeypatch):
     config = {"max_position_embeddings": 512, "kv_bytes_per_token": 1, "vocab_size": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))

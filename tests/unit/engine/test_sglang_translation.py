@@ -134,12 +134,6 @@ def test_options_unsupported_by_sglang_are_refused_by_name(param, request_):
     assert refusal.value.param == param
 
 
-def test_thinking_budget_that_need_not_be_kept_is_ignored_by_sglang():
-    budget = generate.ThinkingLimit(max_tokens=4, close_ids=(3,), is_required=False)
-
-    assert planned(thinking=budget) == planned()
-
-
 def said(tokens, *, end=None, completed=9, **meta):
     info = {
         "id": "1-0-a",

@@ -92,12 +92,6 @@ def test_options_unsupported_by_trtllm_are_refused_by_name(param, request_):
     assert refusal.value.param == param
 
 
-def test_thinking_budget_that_need_not_be_kept_is_ignored_by_trtllm():
-    budget = generate.ThinkingLimit(max_tokens=4, close_ids=(3,), is_required=False)
-
-    assert fields(thinking=budget) == fields()
-
-
 def said(tokens, *, reason=None, stop_reason=None, logprobs=()):
     answer = SimpleNamespace(
         token_ids_diff=tokens, finish_reason=reason, stop_reason=stop_reason, logprobs_diff=logprobs

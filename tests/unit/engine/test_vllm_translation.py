@@ -151,17 +151,6 @@ def test_a_thinking_limit_is_vllms_thinking_token_budget():
     assert fields(thinking=limit)["thinking_token_budget"] == 5
 
 
-@pytest.mark.parametrize(("has_reasoner", "budget"), [(False, None), (True, 5)])
-def test_thinking_budget_that_need_not_be_kept_reaches_vllm_with_a_reasoning_parser_only(
-    has_reasoner, budget
-):
-    limit = generate.ThinkingLimit(max_tokens=5, close_ids=(4,), is_required=False)
-    request = generate.Request(id="a", model="m", token_ids=blocks.pack([1]), thinking=limit)
-    made = translation.sampling_fields(request, 0, shared.GuidedSupport(has_reasoner=has_reasoner))
-
-    assert made["thinking_token_budget"] == budget
-
-
 def test_a_resumed_guided_answer_is_refused_with_the_callers_parameter():
     guided = generate.GuidedDecoding(regex="a", param="guided_regex")
     with pytest.raises(errors.InvalidRequest, match="guided_regex") as refusal:

@@ -77,10 +77,3 @@ def test_error_names_the_limit_as_the_request_does():
 
 def test_thinking_budget_of_a_message_is_the_limit():
     assert options.make_thinking_limit(message(), "p", THINK, IDS).max_tokens == 2000
-
-
-def test_engine_may_ignore_the_budget_of_a_message_and_no_limit_of_a_chat():
-    budget = options.make_thinking_limit(message(), "p", THINK, IDS)
-    limit = options.make_thinking_limit(chat(max_thinking_tokens=7), "p", THINK, IDS)
-
-    assert (budget.is_required, limit.is_required) == (False, True)

@@ -112,7 +112,10 @@ def _refuse_unsupported(request: generate.Request, features: SglangFeatures) -> 
         "SGLang", "min_tokens", "needs the tokenizer for it: start it with --load-tokenizer",
         is_used=stop.min_tokens > 0 and not features.has_tokenizer,
     )  # fmt: skip
-    translation.refuse_thinking_limit("SGLang", request)
+    translation.refuse_param(
+        "SGLang", "nvext.max_thinking_tokens", "has no limit for thoughts here",
+        is_used=request.thinking is not None,
+    )  # fmt: skip
     translation.refuse_param(
         "SGLang", "kv_transfer_params", "moves blocks by its own rendezvous, which is not supported yet",
         is_used=request.kv_transfer_params is not None,

@@ -129,14 +129,6 @@ def refuse_param(library: str, param: str, reason: str, *, is_used: bool) -> Non
         raise errors.InvalidRequest.of_param(param, f"{library} {reason}")
 
 
-def refuse_thinking_limit(library: str, request: generate.Request) -> None:
-    """Raise InvalidRequest for a limit of thoughts that has to be kept; the library has none."""
-    refuse_param(
-        library, "nvext.max_thinking_tokens", "has no limit for thoughts here",
-        is_used=request.thinking is not None and request.thinking.is_required,
-    )  # fmt: skip
-
-
 def convert_logprobs(
     steps: Iterable[Alternatives] | None, num_top: int | None
 ) -> tuple[generate.TokenLogprobs, ...] | None:

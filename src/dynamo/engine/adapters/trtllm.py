@@ -90,7 +90,10 @@ def _refuse_unsupported(request: generate.Request, stop_ids: list[int]) -> None:
         _NAME, "prompt_logprobs", "has no prompt logprobs here",
         is_used=request.output_options.prompt_logprobs is not None,
     )  # fmt: skip
-    translation.refuse_thinking_limit(_NAME, request)
+    translation.refuse_param(
+        _NAME, "nvext.max_thinking_tokens", "has no limit for thoughts here",
+        is_used=request.thinking is not None,
+    )  # fmt: skip
     translation.refuse_param(
         _NAME, "kv_transfer_params", "moves blocks by a protocol of its own, which is not supported yet",
         is_used=request.kv_transfer_params is not None,

@@ -48,7 +48,8 @@ def completion_options(
     refuse(_NAME, "frequency_penalty", penalty_reason, is_used=bool(sampling.frequency_penalty))
     refuse(_NAME, "prompt_logprobs", "reports none for a prompt",
            is_used=request.output_options.prompt_logprobs is not None)  # fmt: skip
-    translation.refuse_thinking_limit(_NAME, request)
+    refuse(_NAME, "nvext.max_thinking_tokens", "has no limit for thoughts here",
+           is_used=request.thinking is not None)  # fmt: skip
     refuse(_NAME, "kv_transfer_params", "moves no blocks between workers",
            is_used=request.kv_transfer_params is not None)  # fmt: skip
     room = context_length - request.prompt_len

@@ -47,7 +47,7 @@ def sampling_fields(
     return {
         **translation.sampling_fields(request, index, "vllm"),
         "structured_outputs": guided and translation.structured_output_fields(guided, support),
-        "thinking_token_budget": _thinking_budget(request, support),
+        "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
         "ignore_eos": True,
         "logprobs": report.logprobs,
         "prompt_logprobs": report.prompt_logprobs if is_first else None,
@@ -60,13 +60,6 @@ def sampling_fields(
         }
         or None,
     }
-
-
-def _thinking_budget(request: generate.Request, support: translation.GuidedSupport) -> int | None:
-    """Return the limit of thoughts for vLLM, which refuses one unless it was started with a reasoning parser."""
-    limit = request.thinking
-    is_kept = limit is not None and (limit.is_required or support.has_reasoner)
-    return limit.max_tokens if limit is not None and is_kept else None
 
 
 def _refuse_too_many(request: generate.Request) -> None:
