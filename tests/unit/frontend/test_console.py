@@ -431,10 +431,32 @@ async def test_log_has_the_last_lines(rig):
 
 
 @pytest.mark.parametrize(
-    "query", ["requests?limit=0", "log?level=LOUD", "events?views=secrets", "session?x=1"]
+    "query",
+    [
+        *("requests?limit=0", "requests?status=failed", "topology?role=prefill", "log?level=LOUD"),
+        *("events?views=secrets", "session?x=1"),
+    ],
 )
 async def test_wrong_query_is_refused(rig, query):
     assert (await get(rig, f"{API}/{query}", status=400))["error"]["code"] == "invalid_request"
+
+
+async def test_usage_since_no_day_is_refused(rig):
+    refusal = (await get(rig, "/usage?since=yesterday", status=400))["error"]
+
+    assert "$.since" in refusal["message"]
+
+
+async def test_usage_and_metrics_of_a_model_with_capital_letters_are_found_by_its_name(bare):
+    await bare.start()
+    await bare.worker("Big")
+    await bare.client.post("/v1/completions", json={"model": "Big", "prompt": "hi"})
+    for _ in range(2):
+        bare.frontend._recorder.sample(bare.frontend._metrics)
+
+    assert [row["num_requests"] for row in (await get(bare, "/usage?model=Big"))["rows"]] == [1]
+    assert (await get(bare, f"{API}/metrics?model=Big"))["points"]
+    assert (await get(bare, f"{API}/requests?model=Big"))["total"] == 1
 
 
 async def test_streams_are_bounded_and_end_with_the_frontend(rig, monkeypatch):

@@ -263,7 +263,7 @@ class Views:
             model=model,
             models=[name for name in history.models if viewer.sees_model(name)],
             interval_s=metric_history.INTERVAL_S,
-            points=history.points(model),
+            points=history.points(model.lower()),
         )
 
     def show_models(self, viewer: Viewer) -> ModelPage:
