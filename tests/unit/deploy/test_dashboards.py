@@ -93,10 +93,42 @@ def test_errors_of_clients_are_no_reason_for_the_alert_on_failed_requests(error)
     assert frontend_metrics._error_type(errors.Overloaded("x")) not in excluded
 
 
-@pytest.mark.skipif(
+needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
     reason="needs promtool: as root on Debian, tests/install_services.sh",
 )
+
+
+def run_rule(path, name, series, expected):
+    """Have Prometheus compute an alert from series, a value each minute, and compare what fires with labels."""
+    rule = next(rule for rule in ALERTS if rule["alert"] == name)
+    expected_alerts = [
+        {
+            "exp_labels": {**labels, **rule["labels"]},
+            "exp_annotations": {**rule["annotations"], "summary": summary},
+        }
+        for labels, summary in expected
+    ]
+    alerts = {"alertname": name, "eval_time": "8m", "exp_alerts": expected_alerts}
+    tests = {
+        "rule_files": [str(METRICS / "alerts.yml")],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": v} for k, v in series.items()],
+                "alert_rule_test": [alerts],
+            }
+        ],
+    }
+    path.write_text(json.dumps(tests))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_without_workers(
     tmp_path,
 ):
@@ -110,32 +142,32 @@ def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_witho
         workers + labels % "fell asleep, then its start failed": "0x9",
         wakeable + labels % "fell asleep, then its start failed": "1 1 1 stale",
     }
-    rule = next(rule for rule in ALERTS if rule["alert"] == "DynamoModelWithoutWorkers")
     expected = [
-        {
-            "exp_labels": {"instance": "a:8000", "job": "f", "model": model, **rule["labels"]},
-            "exp_annotations": {**rule["annotations"], "summary": f"{model} has no worker"},
-        }
+        ({"instance": "a:8000", "job": "f", "model": model}, f"{model} has no worker")
         for model in ("fell asleep, then its start failed", "lost")
     ]
-    alerts = {"alertname": rule["alert"], "eval_time": "8m", "exp_alerts": expected}
-    tests = {
-        "rule_files": [str(METRICS / "alerts.yml")],
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": k, "values": v} for k, v in series.items()],
-                "alert_rule_test": [alerts],
-            }
-        ],
-    }
-    path = tmp_path / "tests.yml"
-    path.write_text(json.dumps(tests))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
-    )
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_rule(tmp_path / "tests.yml", "DynamoModelWithoutWorkers", series, expected)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "counter",
+    [
+        'dynamo_component_prefills_total{instance="w:8081", where="fallback"}',
+        'dynamo_frontend_routed_prefills_total{instance="f:8000", model="m", where="fallback"}',
+    ],
+    ids=["of decode workers", "of a frontend in router mode kv"],
+)
+def test_prefills_that_fall_back_are_a_reason_for_their_alert(counter, tmp_path):
+    summary = "prompts are computed by decode workers, because remote prefill fails"
+
+    run_rule(
+        tmp_path / "tests.yml",
+        "DynamoPrefillFallsBack",
+        {counter: "0+60x9"},
+        [({}, summary)],
+    )
 
 
 def test_dashboards_have_the_names_of_the_original():
@@ -177,10 +209,7 @@ def test_pod_monitor_names_a_port_and_labels_that_the_pods_have(path):
         assert labels == {objects.TYPE_LABEL: path.stem, objects.METRICS_LABEL: "true"}
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="needs promtool: as root on Debian, tests/install_services.sh",
-)
+@needs_promtool
 def test_prometheus_accepts_rules_and_expressions(tmp_path):
     queries = [
         {"record": f"test:{number}", "expr": expression.replace("$__rate_interval", "1m")}
