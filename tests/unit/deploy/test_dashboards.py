@@ -176,6 +176,45 @@ def test_dashboards_have_the_names_of_the_original():
     assert titles == {*("Dynamo", "KVBM", "Disagg", "Planner", "LLM worker", "Operator", "DCGM")}
 
 
+@pytest.mark.parametrize("board", [b for b in BOARDS if b.stem != DCGM], ids=lambda b: b.stem)
+def test_series_of_several_processes_have_names_of_their_own(board):
+    """A process is told apart by its instance, unless an aggregation has put the processes together."""
+    for panel in json.loads(board.read_text())["panels"]:
+        for target in panel["targets"]:
+            aggregation = re.match(
+                r"(?:histogram_quantile\([\d.]+, )?(?:sum|max)(?: by \(([\w, ]+)\))?",
+                target["expr"],
+            )
+            labels = (
+                {"instance"} if aggregation is None else {*(aggregation[1] or "le").split(", ")}
+            )
+            names = {"le", *re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])}
+
+            assert labels <= names, target["expr"]
+
+
+@needs_promtool
+def test_planner_that_stands_by_is_not_shown_beside_the_one_that_acts(tmp_path):
+    board = json.loads((METRICS / "grafana_dashboards/planner.json").read_text())
+    expression = board["panels"][0]["targets"][1]["expr"]
+    series = {
+        f'dynamo_planner_{name}{{instance="{instance}", model_name="m"}}': f"{value}x9"
+        for instance, is_leader in (("acts", 1), ("stands by", 0))
+        for name, value in (("num_decode_replicas", 3), ("is_leader", is_leader))
+    }
+    labels = 'dynamo_planner_num_decode_replicas{instance="acts", model_name="m"}'
+    shown = {"labels": labels, "value": 3}
+    query = {"expr": expression, "eval_time": "5m", "exp_samples": [shown]}
+    inputs = [{"series": k, "values": v} for k, v in series.items()]
+    tests = [{"interval": "1m", "input_series": inputs, "promql_expr_test": [query]}]
+    (tmp_path / "tests.yml").write_text(json.dumps({"tests": tests}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_panels_of_a_dashboard_do_not_overlap():
     for board in BOARDS:
         places = [
