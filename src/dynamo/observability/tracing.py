@@ -82,10 +82,11 @@ class TracingConfig:
     otel_export_enabled: bool = config.option(
         False, env="OTEL_EXPORT_ENABLED", help="send spans of requests to a collector"
     )
-    otel_exporter_otlp_traces_endpoint: str = config.option(
-        "http://localhost:4318/v1/traces",
+    otel_exporter_otlp_traces_endpoint: str | None = config.option(
+        None,
         env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        help="URL of the collector, which takes OTLP over HTTP",
+        help="URL of the collector, which takes OTLP over HTTP; by default OTEL_EXPORTER_OTLP_ENDPOINT with /v1/traces"
+        " behind it, or http://localhost:4318/v1/traces",
     )
     otel_service_name: str = config.option(
         "dynamo", env="OTEL_SERVICE_NAME", help="name of this process in traces"
@@ -107,7 +108,7 @@ def make_exporter(settings: TracingConfig) -> SpanExporter | None:
     if not settings.otel_export_enabled:
         return None
     endpoint = settings.otel_exporter_otlp_traces_endpoint
-    if not endpoint.startswith(("http://", "https://")):
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise errors.ConfigError(
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: expected the URL of a collector that takes OTLP over HTTP, "
             f"like http://localhost:4318/v1/traces, got {endpoint!r}"

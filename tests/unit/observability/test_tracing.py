@@ -61,6 +61,18 @@ def test_collector_receives_each_field_of_a_span():
     assert (span.status.code, span.status.message) == (2, "overload")
 
 
+def test_collector_of_all_signals_receives_spans(monkeypatch):
+    span = tracing.Span(name="x", context=CONTEXT, parent_id=None, started_at=1.0, ended_at=2.0)
+    with collector.running() as receiver:
+        address = receiver.endpoint.removesuffix("/v1/traces")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        exporter = tracing.make_exporter(settings())
+        exporter.export([span])
+        exporter.close()
+
+        assert [span.name for span in receiver.spans] == ["x"]
+
+
 def test_close_gives_up_on_a_collector_that_does_not_answer(monkeypatch, caplog):
     monkeypatch.setattr(otlp, "CLOSE_S", 0.05)
     exporter = tracing.make_exporter(
