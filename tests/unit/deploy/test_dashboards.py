@@ -215,6 +215,19 @@ def test_planner_that_stands_by_is_not_shown_beside_the_one_that_acts(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("board", "families"),
+    [("kvbm", r"kvbm_\w+_blocks_\w+"), ("disagg", r"dynamo_frontend_routed_prefill\w+")],
+    ids=["copies of blocks between tiers", "prefills that frontends route"],
+)
+def test_dashboard_shows_all_families_of_its_kind(board, families):
+    text = (METRICS / f"grafana_dashboards/{board}.json").read_text()
+    exported_names = set(re.findall(rf"`({families})`", generate.reference()))
+
+    assert exported_names
+    assert {name for name in exported_names if name not in text} == set()
+
+
 def test_panels_of_a_dashboard_do_not_overlap():
     for board in BOARDS:
         places = [
