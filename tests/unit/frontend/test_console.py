@@ -267,6 +267,16 @@ async def test_prefill_of_a_request_is_a_transfer(rig):
     assert (transfer["num_open"], transfer["num_recent"]) == (0, 1)
 
 
+async def test_prefill_by_another_worker_is_no_time_of_the_router(rig):
+    await rig.chat()
+    (meter,) = rig.frontend._recorder.recent
+    meter.prepared_at, meter.opened_at, meter.first_token_at = 11.0, 14.0, 15.0
+    meter.record_prefill(route.PrefillResult(10, 2.5))
+    (row,) = (await get(rig, f"{API}/requests"))["rows"]
+
+    assert (row["route_ms"], row["prefill_ms"]) == (500.0, 3500.0)
+
+
 async def test_nothing_is_computed_while_no_console_is_open(rig):
     recorder = rig.frontend._recorder
 
