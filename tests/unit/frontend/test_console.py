@@ -7,6 +7,7 @@ import logging
 import pathlib
 import shutil
 import threading
+import types
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.frontend.test_admission import tell_load
 from dynamo.base import errors
 from dynamo.console import usage
 from dynamo.frontend.console import api, feed
-from dynamo.protocols import generate, instances
+from dynamo.protocols import generate, instances, planner_report
 from dynamo.router import config, route
 
 KEYS = """
@@ -449,6 +450,25 @@ async def test_log_has_the_last_lines(rig):
 )
 async def test_wrong_query_is_refused(rig, query):
     assert (await get(rig, f"{API}/{query}", status=400))["error"]["code"] == "invalid_request"
+
+
+async def test_planner_that_acts_comes_before_one_that_has_decided_nothing_yet(rig, monkeypatch):
+    workers = planner_report.Workers(0, 1)
+    decision = planner_report.PlannerDecision(
+        time=1.0, outcome="hold", is_leader=True, present=workers, replicas=workers, reason="x"
+    )
+    planners = rig.frontend._console.planners
+    planners._clients = {NAME.namespace: types.SimpleNamespace(instances=[(), (decision,)])}
+
+    async def answer(_, decisions, __):
+        return planner_report.PlannerReport(
+            namespace="dynamo", policy="load", mode="agg", interval_s=180.0, decisions=decisions
+        )
+
+    monkeypatch.setattr(planners, "_ask_one", answer)
+    page = await get(rig, f"{API}/planner")
+
+    assert [len(report["decisions"]) for report in page["planners"]] == [1, 0]
 
 
 async def test_usage_since_no_day_is_refused(rig):
