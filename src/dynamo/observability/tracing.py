@@ -9,6 +9,8 @@ imported while the export is off.
 """
 
 import contextvars
+import logging
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ AttributeValue = str | int | float | bool
 SpanStart = tuple[trace_context.TraceContext | None, str | None]  # our span, id of its parent
 StartSpan = Callable[[Mapping[str, str]], SpanStart]  # from the headers of a request
 WallClock = Callable[[float], float]  # from times of the steady clock to seconds since 1970
+_GRPC_PORT = ":4317"  # where collectors take OTLP over gRPC, which the original sends
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,13 @@ def make_exporter(settings: TracingConfig) -> SpanExporter | None:
         raise errors.ConfigError(
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: expected the URL of a collector that takes OTLP over HTTP, "
             f"like http://localhost:4318/v1/traces, got {endpoint!r}"
+        )
+    address = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if _GRPC_PORT in address:
+        _logger.warning(
+            "spans are sent by OTLP over HTTP, and %s is usually the port of OTLP over gRPC: expected an address like "
+            "http://localhost:4318/v1/traces",
+            address,
         )
     otlp = distribution.load_extra(
         "dynamo.observability.otlp", feature="OTEL_EXPORT_ENABLED", extra="otel"

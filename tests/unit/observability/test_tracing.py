@@ -25,6 +25,19 @@ def test_endpoint_that_is_no_url_is_a_config_error():
         tracing.make_exporter(settings(otel_exporter_otlp_traces_endpoint="localhost:4317"))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"otel_exporter_otlp_traces_endpoint": "http://tempo:4317"}],
+    ids=["of all signals", "of spans"],
+)
+def test_port_of_grpc_is_warned_about(fields, monkeypatch, caplog):
+    if not fields:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://tempo:4317")
+    tracing.make_exporter(settings(**fields)).close()
+
+    assert "http://tempo:4317 is usually the port of OTLP over gRPC" in caplog.text
+
+
 def test_missing_opentelemetry_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.observability.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
