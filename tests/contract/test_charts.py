@@ -375,6 +375,14 @@ def test_pods_are_replaced_when_a_value_changes_that_they_read_at_their_start(se
     assert services("frontend.routerMode=random")["Worker0"] == before["Worker0"]
 
 
+@pytest.mark.parametrize("names", [("small", "Small"), ("frontend", "other")])
+def test_worker_with_the_name_of_another_service_is_refused(archives, names):
+    values = {"workers": [{"model": {"path": "m"}, "name": name} for name in names]}
+
+    with pytest.raises(helm.HelmError, match="expected another name than"):
+        render(archives["dynamo-vllm-0.4.1.tgz"], values, name="dynamo-vllm")
+
+
 def test_worker_without_a_model_is_refused_by_name(archives):
     chart = helm.Chart.load(archives["dynamo-vllm-0.4.1.tgz"])
 

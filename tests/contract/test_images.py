@@ -82,6 +82,17 @@ def test_build_names_the_file_and_the_image(framework, file):
     assert f"dynamo:latest-{framework.lower()}" in command
 
 
+@pytest.mark.parametrize(
+    "framework", ["native", "vllm", "vllm-cpu", "sglang", "trtllm", "frontend"]
+)
+def test_processes_of_an_image_can_send_spans(framework):
+    command = dry_run("build.sh", "--framework", framework)
+    file = pathlib.Path(command[command.index("--file") + 1]).read_text()
+    extras = [word for word in [*file.split(), *command] if word.startswith("EXTRAS=")][-1]
+
+    assert "otel" in extras.removeprefix("EXTRAS=").split(",")
+
+
 def test_run_takes_folders_and_gpus():
     command = dry_run("run.sh", "-v", "/a:/b", "--mount", "/c:/d", "--gpus", "2")
 

@@ -9,6 +9,8 @@ import yaml
 from dynamo.base import config
 from dynamo.gateway.endpoint_picker import EndpointPickerConfig
 from dynamo.operator import objects
+from dynamo.operator.settings import OperatorConfig
+from dynamo.runtime import component
 from gateway_schemas import find_mistakes
 from operator_cluster import DictCluster
 
@@ -90,6 +92,21 @@ def test_pool_selects_the_pods_that_the_operator_makes_at_the_port_of_their_fron
     assert len(drain) == 2
     assert [variables.get(entry["name"]) for entry in drain] == drain
     assert objects.NAMESPACE_LABEL in variables["DYN_NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"]  # fmt: skip
+
+
+def test_all_processes_use_the_same_planes_beside_the_nats_of_the_chart():
+    cluster = DictCluster(OperatorConfig(etcd_addr="etcd:2379", nats_addr="nats://nats:4222"))
+    graph = OBJECTS["DynamoGraphDeployment"]
+    cluster.put({**graph, "metadata": {**graph["metadata"], "namespace": "default"}})
+    cluster.settle()
+    planes = set()
+    for deployment in cluster.of_kind("Deployment"):
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+            settings = config.load(component.RuntimeConfig, prog="x", argv=[], environ=environ)
+            planes.add((settings.request_plane, settings.event_plane))
+
+    assert planes == {("tcp", "zmq")}
 
 
 def test_picker_is_where_the_pool_looks_for_it_and_asks_the_frontend():

@@ -39,6 +39,8 @@ class LogRing(logging.Handler):
             message = record.getMessage()
         except (TypeError, ValueError, LookupError):  # the other handlers report it
             message = str(record.msg)
+        if record.exc_info and record.exc_info[1] is not None:  # its trace is in the log itself
+            message = f"{message}: {record.exc_info[1]!r}"
         line = LogLine(
             number=next(self._numbers),
             at=record.created,

@@ -39,7 +39,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decisions: Sequence[Any] = ()  # of the router, with the candidates' costs
 
 
-class RequestQuery(msgspec.Struct, frozen=True, kw_only=True):
+class RequestQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which requests to list."""
 
     model: str = ""
@@ -53,8 +53,8 @@ class RequestQuery(msgspec.Struct, frozen=True, kw_only=True):
         return slice(self.offset, self.offset + self.limit)
 
     def matches(self, model: str, state: Literal["open", "done", "failed"]) -> bool:
-        """Return whether a request of this model and state is listed."""
-        return self.model in ("", model) and self.state in ("", state)
+        """Return whether a request of this state is listed, and of this model, by its label in lower case."""
+        return self.model.lower() in ("", model) and self.state in ("", state)
 
 
 class RequestPage(msgspec.Struct, frozen=True, kw_only=True):

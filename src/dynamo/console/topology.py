@@ -164,7 +164,7 @@ def count_by(
     return counts
 
 
-class WorkerQuery(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which workers to list."""
 
     model: str = ""

@@ -327,6 +327,20 @@ class RequestSpans:
 def _make_spans(
     request: metrics.RequestMeter, trace: trace_context.TraceContext, wall: tracing.WallClock
 ) -> list[tracing.Span]:
+    attributes: dict[str, tracing.AttributeValue] = {
+        "x_request_id": request.arrival.reported_id,
+        "endpoint": request.endpoint,
+        "model": request.model.label,
+        "request_type": request.request_type,
+        "input_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached,
+        "output_tokens": request.num_tokens,
+        "num_migrations": request.num_migrations,
+    }
+    if request.worker_id is not None:
+        attributes["worker_id"] = f"{request.worker_id:x}"
+    if request.prefill is not None:
+        attributes["prefill_worker_id"] = f"{request.prefill.instance_id:x}"
     root = tracing.Span(
         name="http-request",
         context=trace,
@@ -334,15 +348,7 @@ def _make_spans(
         started_at=wall(request.arrived_at),
         ended_at=wall(request.ended_at or request.arrived_at),
         kind="server",
-        attributes={
-            "x_request_id": request.arrival.reported_id,
-            "endpoint": request.endpoint,
-            "model": request.model.label,
-            "request_type": request.request_type,
-            "input_tokens": request.num_prompt_tokens,
-            "cached_tokens": request.num_cached,
-            "output_tokens": request.num_tokens,
-        },
+        attributes=attributes,
         error=request.error_type or None,
     )
     prepared_at, first_at = request.prepared_at, request.first_token_at

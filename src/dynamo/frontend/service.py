@@ -328,7 +328,9 @@ class Frontend:
             *kserve.operations(handlers),
             *ollama.operations(handlers, vectors, list_on_demand),
             *token_counts.operations(handlers),
-            *status.state_operations(handlers, self._peers, metrics_registry),
+            *status.state_operations(
+                handlers, self._peers, metrics_registry, self._expected_workers.can_wake
+            ),
             *status.administration_operations(
                 handlers, cache_clearer, self._admission.busy_workers, self._peers
             ),

@@ -95,6 +95,10 @@ class ExpectedWorkers:
         """Return the models that are loaded when a request comes for them, by one name each."""
         return [start for start in self._starts.values() if start.context_length is not None]
 
+    def can_wake(self) -> bool:
+        """Return whether a request would wake some model that lacks workers on purpose."""
+        return any(start.can_be_woken for start in self._starts.values())
+
     async def watch(self) -> None:
         """Follow the starts in discovery until cancelled."""
         async for change in self._registry.watch(instances.STARTS):

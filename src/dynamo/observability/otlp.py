@@ -23,9 +23,9 @@ CLOSE_S = 1.0
 
 
 class OtlpExporter:
-    """An exporter to one collector. It buffers at most 2048 spans and drops those beyond."""
+    """An exporter to one collector, None: that of the SDK's variables. It drops spans beyond 2048 in its buffer."""
 
-    def __init__(self, endpoint: str, service: str) -> None:
+    def __init__(self, endpoint: str | None, service: str) -> None:
         self._resource = Resource.create({"service.name": service})
         self._sender = OTLPSpanExporter(endpoint=endpoint)
         self._batches = BatchSpanProcessor(self._sender)

@@ -9,6 +9,8 @@ imported while the export is off.
 """
 
 import contextvars
+import logging
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ AttributeValue = str | int | float | bool
 SpanStart = tuple[trace_context.TraceContext | None, str | None]  # our span, id of its parent
 StartSpan = Callable[[Mapping[str, str]], SpanStart]  # from the headers of a request
 WallClock = Callable[[float], float]  # from times of the steady clock to seconds since 1970
+_GRPC_PORT = ":4317"  # where collectors take OTLP over gRPC, which the original sends
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +86,11 @@ class TracingConfig:
     otel_export_enabled: bool = config.option(
         False, env="OTEL_EXPORT_ENABLED", help="send spans of requests to a collector"
     )
-    otel_exporter_otlp_traces_endpoint: str = config.option(
-        "http://localhost:4318/v1/traces",
+    otel_exporter_otlp_traces_endpoint: str | None = config.option(
+        None,
         env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        help="URL of the collector, which takes OTLP over HTTP",
+        help="URL of the collector, which takes OTLP over HTTP; by default OTEL_EXPORTER_OTLP_ENDPOINT with /v1/traces"
+        " behind it, or http://localhost:4318/v1/traces",
     )
     otel_service_name: str = config.option(
         "dynamo", env="OTEL_SERVICE_NAME", help="name of this process in traces"
@@ -107,10 +112,17 @@ def make_exporter(settings: TracingConfig) -> SpanExporter | None:
     if not settings.otel_export_enabled:
         return None
     endpoint = settings.otel_exporter_otlp_traces_endpoint
-    if not endpoint.startswith(("http://", "https://")):
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise errors.ConfigError(
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: expected the URL of a collector that takes OTLP over HTTP, "
             f"like http://localhost:4318/v1/traces, got {endpoint!r}"
+        )
+    address = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if _GRPC_PORT in address:
+        _logger.warning(
+            "spans are sent by OTLP over HTTP, and %s is usually the port of OTLP over gRPC: expected an address like "
+            "http://localhost:4318/v1/traces",
+            address,
         )
     otlp = distribution.load_extra(
         "dynamo.observability.otlp", feature="OTEL_EXPORT_ENABLED", extra="otel"

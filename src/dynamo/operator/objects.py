@@ -268,6 +268,14 @@ def format_time(wall: float) -> str:
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def state_of(resource: Object | None) -> str:
+    """Return the state that an object's status has, else ready, not_ready or unknown by its first condition."""
+    status = (resource or {}).get("status") or {}
+    first = (status.get("conditions") or [{}])[0].get("status")
+    by_condition = {"True": "ready", "False": "not_ready"}
+    return str(status.get("state") or by_condition.get(first, "unknown"))
+
+
 def find_condition(resource: Object | None, kind: str) -> Object:
     """Return the condition of this type of an object's status, or an empty one."""
     conditions = ((resource or {}).get("status") or {}).get("conditions") or ()

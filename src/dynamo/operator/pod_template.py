@@ -35,9 +35,10 @@ FRAMEWORK_IMAGES = {
     "sglang": "nvidia/ai-dynamo/sglang-runtime",
     "trtllm": "nvidia/ai-dynamo/tensorrtllm-runtime",
 }
+_VOLUME_GROUP = {"fsGroup": 65532, "fsGroupChangePolicy": "OnRootMismatch"}  # of the images
 RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_COMPILATION_CACHE = {"vllm": "/root/.cache/vllm"}
+_COMPILATION_CACHE = {"vllm": "/var/cache/vllm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +120,19 @@ def make_template(component: ServiceComponent) -> Object:
     """Return the pod template of a component's Deployment. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
     main = make_main_container(component)
+    extra_spec = spec.extra_pod_spec or {}
+    group = {} if "securityContext" in extra_spec else _VOLUME_GROUP
+    restriction = RESTRICTED_POD if component.settings.restricted_security_context else {}
     pod: Object = {
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": grace_period_s(main),
+        "securityContext": {**group, **restriction},
         "containers": [main],
         "volumes": make_volumes(component),
     }
     if component.service_account:
         pod["serviceAccountName"] = component.service_account
-    if component.settings.restricted_security_context:
-        pod["securityContext"] = RESTRICTED_POD
-    extra = {
-        key: value for key, value in (spec.extra_pod_spec or {}).items() if key != "mainContainer"
-    }
+    extra = {key: value for key, value in extra_spec.items() if key != "mainContainer"}
     pod = objects.merge(pod, extra)
     metadata = spec.extra_pod_metadata or api_types.ExtraPodMetadata()
     labels = {**(metadata.labels or {}), **component.labels}
@@ -275,10 +276,10 @@ def make_environment(component: ServiceComponent) -> list[Object]:
                 "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
             }
         case "planner":
-            values |= {
-                "DYN_PLANNER_HOST": "0.0.0.0",
-                "PLANNER_PROMETHEUS_PORT": str(PLANNER_PORT),
-            }
+            values |= {"DYN_PLANNER_HOST": "0.0.0.0", "PLANNER_PROMETHEUS_PORT": str(PLANNER_PORT)}
+    for mount in component.spec.volume_mounts or ():
+        if mount.use_as_compilation_cache and component.framework == "vllm":
+            values["VLLM_CACHE_ROOT"] = mount.mount_point or _COMPILATION_CACHE["vllm"]
     fields = {
         "POD_NAME": "metadata.name",
         "POD_NAMESPACE": "metadata.namespace",

@@ -33,11 +33,14 @@ _logger = logging.getLogger(__name__)
 
 
 class OperatorMetrics:
-    """The metrics of the operator, named as the original's."""
+    """The metrics of the operator, named as the original's.
+
+    Of its labels only `resources_total` has the namespace: counters would keep those that are gone.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = metrics.Registry("dynamo_operator")
-        labels = ("resource_type",)
+        labels = ("resource_type", "result")
         self.duration = registry.histogram(
             "reconcile_duration_seconds",
             "seconds of one look at an object",
@@ -45,11 +48,17 @@ class OperatorMetrics:
             buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5),
         )
         self.total = registry.counter("reconcile_total", "looks at objects", labels)
-        self.errors = registry.counter("reconcile_errors_total", "looks that failed", labels)
+        self.errors = registry.counter(
+            "reconcile_errors_total", "looks that failed", ("resource_type", "error_type")
+        )
         for kind in ROOTS:  # shown as 0, so that a dashboard sees the difference from no operator
-            self.total.labels(kind)
-            self.errors.labels(kind)
-        self.resources = registry.gauge("resources", "objects by kind", labels)
+            for result in ("success", "requeue", "error"):
+                self.total.labels(kind, result)
+        self.resources = registry.gauge(
+            "resources_total",
+            "objects by kind, namespace and state",
+            ("resource_type", "namespace", "status"),
+        )
         self.is_leader = registry.gauge("is_leader", "1 while this operator acts")
 
 
@@ -135,22 +144,23 @@ class Controller:
             if self._election is not None:
                 await self._election.wait_until_held()
             started_at = self._clock.now()
-            has_failed = True
+            result, error_type = "error", "internal"
             try:
                 delay_s = await self._reconcile(key)
                 if delay_s is not None:
                     self.queue.add_later(key, delay_s)
-                has_failed = False
+                result = "success" if delay_s is None else "requeue"
             except errors.DynamoError as error:
-                self._metrics.errors.labels(key[0]).inc()
+                error_type = error.code
                 _logger.warning("%s %s/%s: %s", *key, error)
             except Exception:  # of one object, unforeseen: the work for others goes on
-                self._metrics.errors.labels(key[0]).inc()
                 _logger.exception("%s %s/%s cannot be reconciled", *key)
             finally:
-                self.queue.release(key, has_failed=has_failed)
-            self._metrics.total.labels(key[0]).inc()
-            self._metrics.duration.labels(key[0]).observe(self._clock.now() - started_at)
+                self.queue.release(key, has_failed=result == "error")
+            if result == "error":
+                self._metrics.errors.labels(key[0], error_type).inc()
+            self._metrics.total.labels(key[0], result).inc()
+            self._metrics.duration.labels(key[0], result).observe(self._clock.now() - started_at)
 
     async def _reconcile(self, key: Key) -> float | None:
         election = None if self._settings.restricted_namespace else self._election
@@ -268,11 +278,11 @@ class OperatorService:
             self._servers.append(listening)
 
     def _answer_metrics(self, request: exchange.Exchange) -> None:
-        counts: dict[str, int] = dict.fromkeys(ROOTS, 0)
-        for kind, _, _ in self.controller.cache.roots() if self.controller else ():
-            counts[kind] += 1
-        for kind, count in counts.items():
-            self._metrics.resources.labels(kind).set(count)
+        self._metrics.resources.clear()
+        if self.controller is not None:
+            cache = self.controller.cache
+            for key in cache.roots():
+                self._metrics.resources.labels(*key[:2], objects.state_of(cache.get(key))).inc()
         is_acting = self.controller is not None and (
             self._election is None or self._election.is_held
         )

@@ -110,7 +110,9 @@ class Host:
         self._exporter = tracing.make_exporter(traces) if traces is not None else None
         if traces is not None and self._exporter is not None:
             ratio = traces.otel_traces_sampler_arg
-            self._handle = inflight.traced(self._handle, self._exporter, ratio, clock)
+            self._handle = inflight.traced(
+                self._handle, self._exporter, ratio, clock, runtime.instance_id
+            )
         self._publisher = kv_event_publisher.KvEventPublisher(
             runtime.events,
             namespace=endpoint.namespace,

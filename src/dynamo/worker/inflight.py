@@ -233,7 +233,11 @@ def logged(handler: requests.Handler) -> requests.Handler:
 
 
 def traced(
-    handler: requests.Handler, exporter: tracing.SpanExporter, ratio: float, clock: clocks.Clock
+    handler: requests.Handler,
+    exporter: tracing.SpanExporter,
+    ratio: float,
+    clock: clocks.Clock,
+    worker_id: int,
 ) -> requests.Handler:
     """Wrap a handler so that the spans of sampled calls go to the exporter; `ratio` of new traces are sampled."""
 
@@ -255,7 +259,9 @@ def traced(
                 started_at=wall(ended_call.accepted_at),
                 ended_at=wall(now),
                 kind="server",
-                attributes=_attributes(ended_call) | record.attributes,
+                attributes={"worker_id": f"{worker_id:x}"}
+                | _attributes(ended_call)
+                | record.attributes,
                 error=error,
             )
             prefill = tracing.Stage("prefill", ended_call.accepted_at, ended_call.first_at)
@@ -275,7 +281,7 @@ def traced(
 def _attributes(ended_call: "TimedCall") -> dict[str, tracing.AttributeValue]:
     """Return what a span says of its call: the request, and how many tokens of its prompt each cache had."""
     request_id = ended_call.headers.get("x-request-id")
-    attributes: dict[str, tracing.AttributeValue] = {}
+    attributes: dict[str, tracing.AttributeValue] = {"endpoint": ended_call.endpoint}
     if request_id is not None:
         attributes["x_request_id"] = request_id
     if ended_call.first_output is not None and ended_call.first_output.cached_tokens is not None:

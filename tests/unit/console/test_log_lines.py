@@ -43,6 +43,16 @@ def test_line_with_wrong_arguments_is_kept_and_harms_nobody():
     assert [line.message for line in ring.after()] == ["deprecated"]
 
 
+def test_line_about_an_exception_names_it():
+    ring = LogRing()
+    error = OSError("no space left")
+    record = logging.LogRecord("dynamo.x", logging.ERROR, "f", 1, "it failed", (), None)
+    record.exc_info = (OSError, error, None)
+    ring.handle(record)
+
+    assert [line.message for line in ring.after()] == ["it failed: OSError('no space left')"]
+
+
 def test_line_with_half_a_surrogate_pair_can_be_sent():
     ring = LogRing()
     emit(ring, "cannot read caf\udce9.json")

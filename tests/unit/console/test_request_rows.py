@@ -54,8 +54,13 @@ def test_query_selects_by_model_and_state_and_place():
     assert RequestQuery().matches("b", "failed")
 
 
+def test_query_finds_requests_by_a_name_with_capital_letters():
+    assert RequestQuery(model="Qwen/Qwen3").matches("qwen/qwen3", "done")
+
+
 @pytest.mark.parametrize(
-    "fields", [{"offset": "-1"}, {"limit": "0"}, {"limit": "201"}, {"state": "x"}]
+    "fields",
+    [{"offset": "-1"}, {"limit": "0"}, {"limit": "201"}, {"state": "x"}, {"status": "done"}],
 )
 def test_query_refuses_what_is_out_of_bounds(fields):
     with pytest.raises(msgspec.ValidationError):

@@ -93,10 +93,42 @@ def test_errors_of_clients_are_no_reason_for_the_alert_on_failed_requests(error)
     assert frontend_metrics._error_type(errors.Overloaded("x")) not in excluded
 
 
-@pytest.mark.skipif(
+needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
     reason="needs promtool: as root on Debian, tests/install_services.sh",
 )
+
+
+def run_rule(path, name, series, expected):
+    """Have Prometheus compute an alert from series, a value each minute, and compare what fires with labels."""
+    rule = next(rule for rule in ALERTS if rule["alert"] == name)
+    expected_alerts = [
+        {
+            "exp_labels": {**labels, **rule["labels"]},
+            "exp_annotations": {**rule["annotations"], "summary": summary},
+        }
+        for labels, summary in expected
+    ]
+    alerts = {"alertname": name, "eval_time": "8m", "exp_alerts": expected_alerts}
+    tests = {
+        "rule_files": [str(METRICS / "alerts.yml")],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": v} for k, v in series.items()],
+                "alert_rule_test": [alerts],
+            }
+        ],
+    }
+    path.write_text(json.dumps(tests))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_without_workers(
     tmp_path,
 ):
@@ -110,38 +142,90 @@ def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_witho
         workers + labels % "fell asleep, then its start failed": "0x9",
         wakeable + labels % "fell asleep, then its start failed": "1 1 1 stale",
     }
-    rule = next(rule for rule in ALERTS if rule["alert"] == "DynamoModelWithoutWorkers")
     expected = [
-        {
-            "exp_labels": {"instance": "a:8000", "job": "f", "model": model, **rule["labels"]},
-            "exp_annotations": {**rule["annotations"], "summary": f"{model} has no worker"},
-        }
+        ({"instance": "a:8000", "job": "f", "model": model}, f"{model} has no worker")
         for model in ("fell asleep, then its start failed", "lost")
     ]
-    alerts = {"alertname": rule["alert"], "eval_time": "8m", "exp_alerts": expected}
-    tests = {
-        "rule_files": [str(METRICS / "alerts.yml")],
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": k, "values": v} for k, v in series.items()],
-                "alert_rule_test": [alerts],
-            }
-        ],
-    }
-    path = tmp_path / "tests.yml"
-    path.write_text(json.dumps(tests))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
-    )
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_rule(tmp_path / "tests.yml", "DynamoModelWithoutWorkers", series, expected)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "counter",
+    [
+        'dynamo_component_prefills_total{instance="w:8081", where="fallback"}',
+        'dynamo_frontend_routed_prefills_total{instance="f:8000", model="m", where="fallback"}',
+    ],
+    ids=["of decode workers", "of a frontend in router mode kv"],
+)
+def test_prefills_that_fall_back_are_a_reason_for_their_alert(counter, tmp_path):
+    summary = "prompts are computed by decode workers, because remote prefill fails"
+
+    run_rule(
+        tmp_path / "tests.yml",
+        "DynamoPrefillFallsBack",
+        {counter: "0+60x9"},
+        [({}, summary)],
+    )
 
 
 def test_dashboards_have_the_names_of_the_original():
     titles = {json.loads(board.read_text())["title"] for board in BOARDS}
 
     assert titles == {*("Dynamo", "KVBM", "Disagg", "Planner", "LLM worker", "Operator", "DCGM")}
+
+
+@pytest.mark.parametrize("board", [b for b in BOARDS if b.stem != DCGM], ids=lambda b: b.stem)
+def test_series_of_several_processes_have_names_of_their_own(board):
+    """A process is told apart by its instance, unless an aggregation has put the processes together."""
+    for panel in json.loads(board.read_text())["panels"]:
+        for target in panel["targets"]:
+            aggregation = re.match(
+                r"(?:histogram_quantile\([\d.]+, )?(?:sum|max)(?: by \(([\w, ]+)\))?",
+                target["expr"],
+            )
+            labels = (
+                {"instance"} if aggregation is None else {*(aggregation[1] or "le").split(", ")}
+            )
+            names = {"le", *re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])}
+
+            assert labels <= names, target["expr"]
+
+
+@needs_promtool
+def test_planner_that_stands_by_is_not_shown_beside_the_one_that_acts(tmp_path):
+    board = json.loads((METRICS / "grafana_dashboards/planner.json").read_text())
+    expression = board["panels"][0]["targets"][1]["expr"]
+    series = {
+        f'dynamo_planner_{name}{{instance="{instance}", model_name="m"}}': f"{value}x9"
+        for instance, is_leader in (("acts", 1), ("stands by", 0))
+        for name, value in (("num_decode_replicas", 3), ("is_leader", is_leader))
+    }
+    labels = 'dynamo_planner_num_decode_replicas{instance="acts", model_name="m"}'
+    shown = {"labels": labels, "value": 3}
+    query = {"expr": expression, "eval_time": "5m", "exp_samples": [shown]}
+    inputs = [{"series": k, "values": v} for k, v in series.items()]
+    tests = [{"interval": "1m", "input_series": inputs, "promql_expr_test": [query]}]
+    (tmp_path / "tests.yml").write_text(json.dumps({"tests": tests}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("board", "families"),
+    [("kvbm", r"kvbm_\w+_blocks_\w+"), ("disagg", r"dynamo_frontend_routed_prefill\w+")],
+    ids=["copies of blocks between tiers", "prefills that frontends route"],
+)
+def test_dashboard_shows_all_families_of_its_kind(board, families):
+    text = (METRICS / f"grafana_dashboards/{board}.json").read_text()
+    exported_names = set(re.findall(rf"`({families})`", generate.reference()))
+
+    assert exported_names
+    assert {name for name in exported_names if name not in text} == set()
 
 
 def test_panels_of_a_dashboard_do_not_overlap():
@@ -177,10 +261,7 @@ def test_pod_monitor_names_a_port_and_labels_that_the_pods_have(path):
         assert labels == {objects.TYPE_LABEL: path.stem, objects.METRICS_LABEL: "true"}
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="needs promtool: as root on Debian, tests/install_services.sh",
-)
+@needs_promtool
 def test_prometheus_accepts_rules_and_expressions(tmp_path):
     queries = [
         {"record": f"test:{number}", "expr": expression.replace("$__rate_interval", "1m")}

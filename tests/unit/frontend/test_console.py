@@ -7,6 +7,7 @@ import logging
 import pathlib
 import shutil
 import threading
+import types
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.frontend.test_admission import tell_load
 from dynamo.base import errors
 from dynamo.console import usage
 from dynamo.frontend.console import api, feed
-from dynamo.protocols import generate, instances
+from dynamo.protocols import generate, instances, planner_report
 from dynamo.router import config, route
 
 KEYS = """
@@ -267,6 +268,16 @@ async def test_prefill_of_a_request_is_a_transfer(rig):
     assert (transfer["num_open"], transfer["num_recent"]) == (0, 1)
 
 
+async def test_prefill_by_another_worker_is_no_time_of_the_router(rig):
+    await rig.chat()
+    (meter,) = rig.frontend._recorder.recent
+    meter.prepared_at, meter.opened_at, meter.first_token_at = 11.0, 14.0, 15.0
+    meter.record_prefill(route.PrefillResult(10, 2.5))
+    (row,) = (await get(rig, f"{API}/requests"))["rows"]
+
+    assert (row["route_ms"], row["prefill_ms"]) == (500.0, 3500.0)
+
+
 async def test_nothing_is_computed_while_no_console_is_open(rig):
     recorder = rig.frontend._recorder
 
@@ -431,10 +442,51 @@ async def test_log_has_the_last_lines(rig):
 
 
 @pytest.mark.parametrize(
-    "query", ["requests?limit=0", "log?level=LOUD", "events?views=secrets", "session?x=1"]
+    "query",
+    [
+        *("requests?limit=0", "requests?status=failed", "topology?role=prefill", "log?level=LOUD"),
+        *("events?views=secrets", "session?x=1"),
+    ],
 )
 async def test_wrong_query_is_refused(rig, query):
     assert (await get(rig, f"{API}/{query}", status=400))["error"]["code"] == "invalid_request"
+
+
+async def test_planner_that_acts_comes_before_one_that_has_decided_nothing_yet(rig, monkeypatch):
+    workers = planner_report.Workers(0, 1)
+    decision = planner_report.PlannerDecision(
+        time=1.0, outcome="hold", is_leader=True, present=workers, replicas=workers, reason="x"
+    )
+    planners = rig.frontend._console.planners
+    planners._clients = {NAME.namespace: types.SimpleNamespace(instances=[(), (decision,)])}
+
+    async def answer(_, decisions, __):
+        return planner_report.PlannerReport(
+            namespace="dynamo", policy="load", mode="agg", interval_s=180.0, decisions=decisions
+        )
+
+    monkeypatch.setattr(planners, "_ask_one", answer)
+    page = await get(rig, f"{API}/planner")
+
+    assert [len(report["decisions"]) for report in page["planners"]] == [1, 0]
+
+
+async def test_usage_since_no_day_is_refused(rig):
+    refusal = (await get(rig, "/usage?since=yesterday", status=400))["error"]
+
+    assert "$.since" in refusal["message"]
+
+
+async def test_usage_and_metrics_of_a_model_with_capital_letters_are_found_by_its_name(bare):
+    await bare.start()
+    await bare.worker("Big")
+    await bare.client.post("/v1/completions", json={"model": "Big", "prompt": "hi"})
+    for _ in range(2):
+        bare.frontend._recorder.sample(bare.frontend._metrics)
+
+    assert [row["num_requests"] for row in (await get(bare, "/usage?model=Big"))["rows"]] == [1]
+    assert (await get(bare, f"{API}/metrics?model=Big"))["points"]
+    assert (await get(bare, f"{API}/requests?model=Big"))["total"] == 1
 
 
 async def test_streams_are_bounded_and_end_with_the_frontend(rig, monkeypatch):

@@ -8,9 +8,10 @@ import pytest
 from frontend_rig import outputs
 
 import collector
-from dynamo.frontend import config, request_records
+from dynamo.frontend import config, metrics, request_records
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, trace_context
+from dynamo.router import route
 from dynamo.simulate import recorded
 
 
@@ -173,7 +174,23 @@ async def test_request_is_a_span_with_its_stages_as_children(exporting, found):
         "input_tokens": 9,
         "cached_tokens": 0,
         "output_tokens": 5,
+        "num_migrations": 0,
+        "worker_id": f"{exporting.one.instance.instance_id:x}",
     }
+
+
+async def test_span_names_another_worker_that_computed_the_prompt(exporting, found, monkeypatch):
+    record_dispatched = metrics.RequestMeter.record_dispatched
+
+    def record_prefill_first(meter):
+        meter.record_prefill(route.PrefillResult(10, 0.0))
+        record_dispatched(meter)
+
+    monkeypatch.setattr(metrics.RequestMeter, "record_dispatched", record_prefill_first)
+    await ask(exporting, **MINE)
+    root = (await exported_spans(exporting, found))["http-request"]
+
+    assert collector.attributes(root)["prefill_worker_id"] == "a"
 
 
 async def test_span_has_the_tokens_of_all_prompts(exporting, found):

@@ -407,6 +407,23 @@ async def test_metric_shows_the_models_that_lack_workers_on_purpose(rig):
     assert await wakeable(rig) == {"s": 1}
 
 
+@pytest.mark.parametrize("start", [ON_DEMAND, asleep("q", "decode")], ids=["on demand", "asleep"])
+async def test_frontend_without_workers_is_healthy_while_a_request_wakes_a_model(bare, start):
+    async def check_health():
+        return (await bare.client.get("/health")).status_code
+
+    await bare.start()
+    bare.one = await bare.worker("m")
+    await bare.one.runtime.withdraw()
+    await bare.until(lambda: bare.frontend.models.get("m") is None)
+    found = [await check_health()]
+    for announced in (start, msgspec.structs.replace(start, failure="it has no weights")):
+        await announce(bare, announced)
+        found.append(await check_health())
+
+    assert found == [503, 200, 503]
+
+
 async def wakeable(rig):
     """The values of the metric by model."""
     name, counted = "dynamo_frontend_model_wakeable", await rig.metrics()

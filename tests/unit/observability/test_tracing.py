@@ -25,6 +25,19 @@ def test_endpoint_that_is_no_url_is_a_config_error():
         tracing.make_exporter(settings(otel_exporter_otlp_traces_endpoint="localhost:4317"))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"otel_exporter_otlp_traces_endpoint": "http://tempo:4317"}],
+    ids=["of all signals", "of spans"],
+)
+def test_port_of_grpc_is_warned_about(fields, monkeypatch, caplog):
+    if not fields:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://tempo:4317")
+    tracing.make_exporter(settings(**fields)).close()
+
+    assert "http://tempo:4317 is usually the port of OTLP over gRPC" in caplog.text
+
+
 def test_missing_opentelemetry_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.observability.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
@@ -59,6 +72,18 @@ def test_collector_receives_each_field_of_a_span():
     assert collector.attributes(span) == {"model": "m", "output_tokens": 7}
     assert (span.kind, span.trace_state) == (2, "v=1")
     assert (span.status.code, span.status.message) == (2, "overload")
+
+
+def test_collector_of_all_signals_receives_spans(monkeypatch):
+    span = tracing.Span(name="x", context=CONTEXT, parent_id=None, started_at=1.0, ended_at=2.0)
+    with collector.running() as receiver:
+        address = receiver.endpoint.removesuffix("/v1/traces")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        exporter = tracing.make_exporter(settings())
+        exporter.export([span])
+        exporter.close()
+
+        assert [span.name for span in receiver.spans] == ["x"]
 
 
 def test_close_gives_up_on_a_collector_that_does_not_answer(monkeypatch, caplog):

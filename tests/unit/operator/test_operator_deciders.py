@@ -387,7 +387,7 @@ def test_claims_ingress_and_autoscaler_are_made():
     cluster.settle()
     assert cluster.get("Deployment", "g-frontend")["spec"]["replicas"] == 4
     mounts = {m["mountPath"] for m in main_of(cluster, "g-decode")["volumeMounts"]}
-    assert mounts == {"/dev/shm", "/models", "/root/.cache/vllm"}
+    assert mounts == {"/dev/shm", "/models", "/var/cache/vllm"}
     cluster.delete("DynamoGraphDeployment", "g")
     assert {key[0] for key in cluster.objects} == {"PersistentVolumeClaim"}  # models outlive it
 
@@ -558,6 +558,32 @@ def test_restricted_pods_have_no_privileges():
 
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_user_of_the_images_may_write_to_volumes():
+    cluster = settled(make_graph())
+    security = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]["securityContext"]
+
+    assert security == {"fsGroup": 65532, "fsGroupChangePolicy": "OnRootMismatch"}
+
+
+def test_security_context_of_a_service_replaces_the_group_of_its_volumes():
+    service = worker()
+    service["extraPodSpec"]["securityContext"] = {"runAsUser": 1000}
+    cluster = settled(make_graph(services={"Decode": service}))
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
+
+    assert pod["securityContext"] == {"runAsUser": 1000}
+
+
+@pytest.mark.parametrize(("place", "path"), [({}, "/var/cache/vllm"), ({"mountPoint": "/c"}, "/c")])
+def test_vllm_is_told_where_its_compilation_cache_is_mounted(place, path):
+    mount = {"name": "cache", "useAsCompilationCache": True, **place}
+    graph = make_graph(services={"Decode": worker(volumeMounts=[mount])})
+    main = main_of(settled(graph), "g-decode")
+
+    assert env_of(main)["VLLM_CACHE_ROOT"] == path
+    assert {"name": "cache", "mountPath": path} in main["volumeMounts"]
 
 
 def test_nodes_of_sglang_join_by_address_and_rank():

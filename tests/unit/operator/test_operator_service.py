@@ -184,6 +184,58 @@ async def settled(server, operator):
     return server.store.revision == before and not operator.controller.queue
 
 
+class Page:
+    """A request for the metrics, and its answer."""
+
+    def respond(self, status, body, *, content_type):
+        self.lines = body.decode().splitlines()
+
+
+async def read_samples(operator, family):
+    """Return the samples of a family of metrics by their labels, as they are written."""
+    page = Page()
+    operator._answer_metrics(page)
+    samples = (line.rsplit(" ", 1) for line in page.lines if line.startswith(f"{family}{{"))
+    return {labels.removeprefix(family): float(value) for labels, value in samples}
+
+
+async def test_metrics_count_objects_by_their_state(server, cluster):
+    family, graphs = "dynamo_operator_resources_total", f'resource_type="{DGD}"'
+    async with running(server) as operator:
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        ready = await read_samples(operator, family)
+        await cluster.delete(API, DGD, "g")
+
+        async def forgets_the_graph():
+            return graphs not in "".join(await read_samples(operator, family))
+
+        await until(forgets_the_graph)
+
+    assert ready[f'{{namespace="default",{graphs},status="successful"}}'] == 1
+
+
+async def test_metrics_count_looks_by_their_result_and_failed_ones_by_their_error(
+    server, cluster, monkeypatch
+):
+    async def refuse(_):
+        raise errors.Conflict("changed meanwhile")
+
+    async with running(server) as operator:
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        monkeypatch.setattr(operator.controller._reconciler, "reconcile", refuse)
+        operator.controller.queue.add((DGD, "default", "g"))
+        failures = await until(
+            lambda: read_samples(operator, "dynamo_operator_reconcile_errors_total")
+        )
+        looks = await read_samples(operator, "dynamo_operator_reconcile_total")
+
+    assert list(failures) == [f'{{error_type="conflict",resource_type="{DGD}"}}']
+    assert looks[f'{{resource_type="{DGD}",result="error"}}'] > 0
+    assert looks[f'{{resource_type="{DGD}",result="success"}}'] > 0
+
+
 async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
     async with running(server):
         await cluster.create(make_graph())

@@ -11,6 +11,7 @@ from dynamo.worker import inflight
 PARENT = trace_context.TraceContext("a" * 32, "b" * 16, 1)
 HEADERS = {**PARENT.headers(), "x-request-id": "mine"}
 OUTPUT = generate.Output((7,))
+WORKER = 0x1F
 
 
 class Exported:
@@ -59,7 +60,7 @@ def taken():
 
 @pytest.fixture
 def take(exported, clock, taken):
-    return inflight.traced(taken.append, exported, 1.0, clock)
+    return inflight.traced(taken.append, exported, 1.0, clock, WORKER)
 
 
 def test_log_lines_of_a_call_name_its_request():
@@ -82,7 +83,12 @@ def test_call_has_a_span_with_prefill_and_decode(take, taken, exported, clock):
     root, prefill, decode = exported.spans
 
     assert (root.name, root.parent_id, root.error) == ("handle_payload", PARENT.span_id, None)
-    assert (root.context.trace_id, root.attributes) == (PARENT.trace_id, {"x_request_id": "mine"})
+    assert root.context.trace_id == PARENT.trace_id
+    assert root.attributes == {
+        "x_request_id": "mine",
+        "worker_id": "1f",
+        "endpoint": first.endpoint,
+    }
     assert (root.started_at, root.ended_at) == (1000.0, 1003.0)
     assert (prefill.name, prefill.started_at, prefill.ended_at) == ("prefill", 1000.0, 1002.0)
     assert (decode.name, decode.started_at, decode.ended_at) == ("decode", 1002.0, 1003.0)
@@ -101,7 +107,7 @@ def test_what_a_handler_measures_and_begins_elsewhere_belongs_to_the_span(export
         begun_elsewhere.append(timed.headers)
 
     begun_elsewhere = []
-    inflight.traced(handle, exported, 1.0, clock)(call(**HEADERS))
+    inflight.traced(handle, exported, 1.0, clock, WORKER)(call(**HEADERS))
     root, transfer, *_ = exported.spans
     (headers,) = begun_elsewhere
 

@@ -48,7 +48,7 @@ class Version(msgspec.Struct, kw_only=True):
 
 
 class Healthy(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """At least one worker is ready. Where API keys are required, only the holder of one sees more than that."""
+    """A worker is ready, or a request would wake one. Only the holder of an API key, where keys are used, sees more."""
 
     status: Literal["healthy"]
     endpoints: list[str] = []
@@ -182,14 +182,21 @@ def metrics_handler(metrics_registry: metrics.Registry) -> exchange.Handler:
 
 
 def state_operations(
-    handlers: RequestHandlers, siblings: peers.Peers, metrics_registry: metrics.Registry
+    handlers: RequestHandlers,
+    siblings: peers.Peers,
+    metrics_registry: metrics.Registry,
+    can_wake: Callable[[], bool],
 ) -> Sequence[Operation]:
-    """Return the operations that tell the state of this process, and the metrics of all processes at this port."""
+    """Return the operations that tell the state of this process, and the metrics of all processes at this port.
+
+    Without workers it is healthy if `can_wake` says that a request wakes a model: a load balancer that sends none to
+    an unhealthy frontend would keep its models asleep for ever.
+    """
     api = Operations(tag="Operation")
 
     @api.get(
         "/health",
-        "200 if a worker is ready, else 503",
+        "200 if a worker is ready, or a request would wake one; else 503",
         answer=Healthy,
         other_answers={503: Unhealthy},
     )
@@ -208,7 +215,7 @@ def state_operations(
             }
             for instance, state in served
         ]
-        if handlers.is_leaving or not served:
+        if handlers.is_leaving or not (served or can_wake()):
             message = "draining" if handlers.is_leaving else "No endpoints available"
             body = {"status": "unhealthy", "message": message}
             details: dict[str, Any] = {"instances": instances}

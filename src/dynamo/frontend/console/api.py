@@ -79,7 +79,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which usage to list: rows of these values, and days from `since` on, as 2026-11-23."""
 
     format: Literal["json", "csv"] = "json"
-    since: str = ""
+    since: Annotated[str, msgspec.Meta(pattern=r"^(\d{4}-\d{2}-\d{2})?$")] = ""
     key: str = ""
     tenant: str = ""
     model: str = ""
@@ -90,7 +90,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             row.day >= self.since
             and self.key in ("", row.key)
             and self.tenant in ("", row.tenant)
-            and self.model in ("", row.model)
+            and self.model.lower() in ("", row.model)
         )
 
 

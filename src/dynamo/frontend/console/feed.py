@@ -66,7 +66,7 @@ class Planners:
             )
         )
         answered = [report for report in reports if report is not None]
-        answered.sort(key=lambda report: [not each.is_leader for each in report.decisions[:1]])
+        answered.sort(key=lambda report: not any(each.is_leader for each in report.decisions[:1]))
         return PlannerPage(planners=answered)
 
     async def _ask_one(

@@ -122,14 +122,17 @@ def request_row(
     request: metrics.RequestMeter, now: float, wall: float, *, with_decisions: bool = False
 ) -> request_rows.RequestRow:
     """Return the row of a request. `now` and `wall` are the same time on the two clocks."""
+    prefill, opened_at = request.prefill, request.opened_at
+    if prefill is not None and opened_at is not None and not request.num_migrations:
+        # another worker computed the prompt before the answering one had it: that is no time of the router
+        opened_at = max(request.prepared_at or 0.0, opened_at - prefill.duration_s)
     stages = request_rows.Stages(
         arrived_at=request.arrived_at,
         prepared_at=request.prepared_at,
-        opened_at=request.opened_at,
+        opened_at=opened_at,
         first_token_at=request.first_token_at,
         ended_at=request.ended_at,
     )
-    prefill = request.prefill
     until = now if request.ended_at is None else request.ended_at
     return request_rows.RequestRow(
         id=request.arrival.reported_id[:_ID_CHARS],
@@ -263,7 +266,7 @@ class Views:
             model=model,
             models=[name for name in history.models if viewer.sees_model(name)],
             interval_s=metric_history.INTERVAL_S,
-            points=history.points(model),
+            points=history.points(model.lower()),
         )
 
     def show_models(self, viewer: Viewer) -> ModelPage:
