@@ -54,6 +54,7 @@ _RUNTIME_ERRORS = (
 _LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
 _THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a message
+_DEVELOPER = re.compile(r"""['"]developer['"]""")  # the role: other words speak of developers
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 
 
@@ -84,7 +85,7 @@ class ChatTemplate:
         self._with_tools = (
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
-        self.knows_developer = "developer" in source
+        self.knows_developer = _DEVELOPER.search(source) is not None
         self.needs_parts = _PART_TYPE.search(source) is not None and "is string" not in source
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do

@@ -373,6 +373,12 @@ def test_template_says_whether_it_knows_the_developer_role():
     assert not chat_templates.compiled(chat_templates.CHATML).knows_developer
 
 
+def test_template_that_speaks_of_developers_does_not_know_their_role():
+    source = "Your defaults, unless the developer preamble says otherwise. {{ messages }}"
+
+    assert not chat_templates.compiled(source).knows_developer
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
