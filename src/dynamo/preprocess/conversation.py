@@ -103,17 +103,24 @@ def adapt_for_template(
     knows_developer: bool = False,
     wants_text_arguments: bool = False,
     reads_thinking: bool = False,
+    reads_null: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the messages in the form of chat templates, without changing any in place.
 
     A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON;
-    with `reads_thinking` the thoughts of an answer are its `thinking`, too.
+    with `reads_thinking` the thoughts of an answer are its `thinking`, too. The content of a call without a text is
+    null, or without `reads_null` the empty text, because most templates would write the word None, or fail.
     """
-    return [
+    adapted = [
         message
         if _is_plain(message)
         else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
         for message in messages
+    ]
+    if reads_null:
+        return adapted
+    return [
+        {**message, "content": ""} if message["content"] is None else message for message in adapted
     ]
 
 
@@ -297,6 +304,7 @@ def _adapt(
     adapted = {
         key: value for key, value in message.items() if value is not None or key == "content"
     }
+    adapted.setdefault("content", None)  # an assistant's, which some clients leave out beside calls
     if adapted["role"] == "developer" and not knows_developer:
         adapted["role"] = "system"
     if isinstance(content := adapted.get("content"), list):

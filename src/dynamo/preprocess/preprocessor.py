@@ -319,6 +319,7 @@ class Preprocessor:
             knows_developer=chat_template.knows_developer,
             wants_text_arguments=chat_template.needs_text_arguments,
             reads_thinking=chat_template.reads_thinking,
+            reads_null=chat_template.reads_null,
         )
         if chat_template.writes_call_ids:
             messages = conversation.name_calls(messages)

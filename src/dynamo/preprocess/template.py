@@ -55,6 +55,8 @@ _LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
 _THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a message
 _DEVELOPER = re.compile(r"""['"]developer['"]""")  # the role: other words speak of developers
+# A test whether a content is null.
+_NULL = re.compile(r"""\bcontent(['"]\s*[\])])?\s*(is(\s+not)?|[!=]=)\s*none\b""", re.IGNORECASE)
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 
 
@@ -90,6 +92,7 @@ class ChatTemplate:
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
         self.reads_thinking = _THINKING.search("\n".join(sources)) is not None
+        self.reads_null = _NULL.search("\n".join(sources)) is not None
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 

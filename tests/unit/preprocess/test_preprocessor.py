@@ -172,6 +172,29 @@ async def test_ids_of_calls_name_the_tool_for_a_template_that_writes_no_names(by
     )
 
 
+# As those of GLM and MiniMax.
+WITH_TEXTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% elif m.content is iterable %}{{ m.content[0] }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+)
+# As those of DeepSeek's first models.
+WITH_NULL = (
+    "{% for m in messages %}{{ 'call' if m['content'] is none else m['content'] }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+@pytest.mark.parametrize(("source", "prompt"), [(WITH_TEXTS, "Hi;;3;"), (WITH_NULL, "Hi;call;3;")])
+async def test_content_of_a_call_is_null_only_for_a_template_that_tests_for_it(
+    byte_level, source, prompt, content
+):
+    call = {"role": "assistant", **content, "tool_calls": [called("a", "sun", "{}")]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "3"}
+    request = chat(messages=[{"role": "user", "content": "Hi"}, call, result])
+
+    assert (await made_of(byte_level, source).prepare_conversation(request, "r")).prompt == prompt
+
+
 async def test_completion_prompt_gets_the_tokenizers_special_tokens(sentencepiece_like):
     (prepared,) = await completions.prepare(made_of(sentencepiece_like), completion("The cat"), "r")
     first = blocks.unpack(prepared.request.token_ids)[0]
