@@ -326,7 +326,7 @@ class Preprocessor:
         is_continued = bool(request.continue_final_message)
         if is_continued:
             messages = conversation.mark_end(messages)
-        if self._images.max_images > 0 and chat_template.needs_parts:
+        if chat_template.needs_parts:
             messages = conversation.split_texts(messages)
         prompt = await chat_template.render(
             messages,
