@@ -6,8 +6,10 @@ of a tool call are an object, and an absent value is a missing key rather than n
 `developer`.
 """  # decider
 
+import hashlib
 import itertools
 import json
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +29,7 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
 _END_MARK = "\u2063CONTINUE HERE\u2063"  # no text of a person has it
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ROLES = frozenset(ROLES)
 _LEADING_ROLES = ("system", "developer")
 _MEDIA = frozenset(("input_audio", "audio_url", "video_url", "file", "image", "audio"))
@@ -179,6 +182,28 @@ def name_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _named(call: dict[str, Any], number: int) -> dict[str, Any]:
     return {**call, "id": f"functions.{call['function']['name']}:{number}"}
+
+
+def shorten_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of calls that have nine letters and digits, as ours do.
+
+    Mistral's templates refuse others, which a client brings from another server.
+    """
+    shortened = []
+    for message in messages:
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            message = {**message, "tool_call_id": _short_id(call_id)}
+        if calls := message.get("tool_calls"):
+            calls = [{**call, "id": _short_id(str(call.get("id")))} for call in calls]
+            message = {**message, "tool_calls": calls}
+        shortened.append(message)
+    return shortened
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def text_of(content: Any) -> str:

@@ -323,6 +323,8 @@ class Preprocessor:
         )
         if chat_template.writes_call_ids:
             messages = conversation.name_calls(messages)
+        if chat_template.needs_short_ids:
+            messages = conversation.shorten_ids(messages)
         is_continued = bool(request.continue_final_message)
         if is_continued:
             messages = conversation.mark_end(messages)

@@ -57,6 +57,7 @@ _THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a messag
 _DEVELOPER = re.compile(r"""['"]developer['"]""")  # the role: other words speak of developers
 # A test whether a content is null.
 _NULL = re.compile(r"""\bcontent(['"]\s*[\])])?\s*(is(\s+not)?|[!=]=)\s*none\b""", re.IGNORECASE)
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")  # of calls, in Mistral's templates
 _SAMPLE = "a text to look for in a prompt"
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 
@@ -97,6 +98,7 @@ class ChatTemplate:
         )
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
+        self.needs_short_ids = _SHORT_IDS.search("\n".join(sources)) is not None
         self.reads_thinking = _THINKING.search("\n".join(sources)) is not None
         self.reads_null = _NULL.search("\n".join(sources)) is not None
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)

@@ -172,6 +172,39 @@ async def test_ids_of_calls_name_the_tool_for_a_template_that_writes_no_names(by
     )
 
 
+# As Mistral's.
+SHORT_IDS = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}{% if t.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ t.id }} {% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call_id", ["call_Zu7SXuhJFVJlO", "a"])
+async def test_id_of_another_server_is_taken_by_a_template_that_refuses_all_but_short_ones(
+    byte_level, call_id
+):
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [called(call_id, "sun", "{}")]},
+        {"role": "tool", "tool_call_id": call_id, "content": "3"},
+    ]
+    model = made_of(byte_level, SHORT_IDS)
+    prompt = (await model.prepare_conversation(chat(messages=messages), "r")).prompt
+    of_call, of_result = prompt.removesuffix(";").split()
+
+    assert of_call == of_result
+    assert of_call.isalnum()
+
+
+async def test_short_id_is_unchanged(byte_level):
+    messages = [{"role": "tool", "tool_call_id": "a1B2c3D4e", "content": "3"}]
+    prepared = await made_of(byte_level, SHORT_IDS).prepare_conversation(
+        chat(messages=messages), "r"
+    )
+
+    assert prepared.prompt == "a1B2c3D4e;"
+
+
 # As those of GLM and MiniMax.
 WITH_TEXTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
