@@ -59,7 +59,9 @@ def _function_tags(section: str, close: str) -> ToolCallFormat:
         "<parameter=",
         trims=True,
     )
-    return _tagged(reader, section=section, opens="<function=", closes=(close,))
+    form = _tagged(reader, section=section, opens="<function=", closes=(close,))
+    ends_thought = (f"{section}\n<function=", f"{section}<function=")
+    return dataclasses.replace(form, ends_thought=ends_thought)
 
 
 def _invoke_tags(section: str, close: str) -> ToolCallFormat:
@@ -142,12 +144,15 @@ _PYTHONIC = ToolCallFormat(
     parse=call_syntax.parse_python_calls,
     preview=_preview_python,
 )
-_KIMI_K2 = _named(
-    r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
-    section="<|tool_calls_section_begin|>",
-    opens="<|tool_call_begin|>",
-    inner=("<|tool_call_argument_begin|>",),
-    closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+_KIMI_K2 = dataclasses.replace(
+    _named(
+        r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
+        section="<|tool_calls_section_begin|>",
+        opens="<|tool_call_begin|>",
+        inner=("<|tool_call_argument_begin|>",),
+        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    ends_thought=("<|tool_calls_section_begin|>",),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
@@ -424,14 +429,16 @@ class AnswerFormat:
         """
         if self._is_harmony:
             return parser.ParserFactory(lambda: harmony.HarmonyParser(tools, whole_tools))
-        thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
         if self.tools is None or tools is None:
-            return thoughts
+            return None if self.reasoning is None else self.reasoning.parsers(prompt)
         calls = functools.partial(
             ToolCallParser, self.tools, tools, is_forced=is_forced, whole_tools=whole_tools
         )
-        if thoughts is None:
+        if self.reasoning is None:
             return parser.ParserFactory(calls)
+        thoughts = self.reasoning.parsers(
+            prompt, call_opens=self.tools.ends_thought, call_closes=self.tools.closes
+        )
         return parser.ParserFactory(lambda: parser.ChainedParser(thoughts.new(), calls()))
 
     @property

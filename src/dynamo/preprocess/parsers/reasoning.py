@@ -2,9 +2,13 @@
 
 Some models write the opening mark, for some the prompt ends with it, and some just begin to think (`is_forced`). An
 opening mark later in the text is content: an answer may speak of marks. White space around reasoning is dropped.
+
+Some models call a tool before they have closed their thought. The call ends it then, and a closing mark directly behind
+calls is dropped.
 """  # decider
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 from dynamo.preprocess import stop_strings
@@ -38,13 +42,19 @@ class ReasoningFormat:
         """Return whether a message that an answer continues ends within reasoning."""
         return max(map(message.rfind, self.opens)) > max(map(message.rfind, self.closes))
 
-    def parsers(self, prompt: str) -> parser.ParserFactory:
-        """Return the parsers for answers to this prompt."""
-        if self.begins_in(prompt):
-            return parser.ParserFactory(functools.partial(ReasoningParser, self, begins_in=True))
-        return parser.ParserFactory(
-            functools.partial(ReasoningParser, self, begins_in=False), self.cannot_open
+    def parsers(
+        self, prompt: str, *, call_opens: tuple[str, ...] = (), call_closes: tuple[str, ...] = ()
+    ) -> parser.ParserFactory:
+        """Return the parsers for answers to this prompt.
+
+        A thought ends before one of `call_opens`, too; `call_closes` may stand behind a call.
+        """
+        new = functools.partial(
+            ReasoningParser, self, call_opens=call_opens, call_closes=call_closes
         )
+        if self.begins_in(prompt):
+            return parser.ParserFactory(functools.partial(new, begins_in=True))
+        return parser.ParserFactory(functools.partial(new, begins_in=False), self.cannot_open)
 
     def cannot_open(self, text: str) -> bool:
         """Return whether an answer that begins with this text certainly begins with no mark, nor blanks and a mark."""
@@ -64,10 +74,22 @@ class ReasoningFormat:
 class ReasoningParser(parser.StateMachineParser):
     """Separates the reasoning of one answer from the rest, which is content."""
 
-    def __init__(self, form: ReasoningFormat, *, begins_in: bool) -> None:
+    def __init__(
+        self,
+        form: ReasoningFormat,
+        *,
+        begins_in: bool,
+        call_opens: tuple[str, ...] = (),
+        call_closes: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(ReasoningParser._begin)
+        self._call_opens = call_opens
+        self._call_closes = call_closes
         self._opens = stop_strings.cached_markers(*form.opens)
-        self._closes = stop_strings.cached_markers(*form.closes)
+        self._closes = stop_strings.cached_markers(*form.closes, *call_opens)
+        self._late_closes = stop_strings.cached_markers(
+            *map("".join, itertools.product(call_closes, ("", "\n"), form.closes))
+        )
         self._begins_in = begins_in
         self._blanks = parser.TrailingBlanks()  # reasoning if more of it follows
 
@@ -87,6 +109,8 @@ class ReasoningParser(parser.StateMachineParser):
             self._emit(kind, self._text)
         elif self._step is ReasoningParser._think:
             self._emit(parser.Reasoning, self._blanks.take() + self._text)
+        elif self._step is ReasoningParser._read_calls:
+            self._emit(parser.Content, self._text)
 
     def _begin(self) -> bool:
         num_blanks = parser.count_leading_blanks(self._text)
@@ -115,6 +139,17 @@ class ReasoningParser(parser.StateMachineParser):
         self._emit(parser.Reasoning, self._blanks.push(text))
         if mark:
             self._blanks.take()
+            self._step = ReasoningParser._skip_more_blanks
+        if mark in self._call_opens:
+            self._text = mark + self._text
+            self._step = ReasoningParser._read_calls
+        return bool(mark)
+
+    def _read_calls(self) -> bool:
+        """Read calls that ended a thought, and what follows them, up to a closing mark directly behind them."""
+        text, mark, self._text = self._late_closes.partition(self._text)
+        self._emit(parser.Content, text + next(filter(mark.startswith, self._call_closes), ""))
+        if mark:
             self._step = ReasoningParser._skip_more_blanks
         return bool(mark)
 

@@ -42,6 +42,7 @@ class ToolCallFormat:
     sections: tuple[str, ...] = ()  # before the first of several calls
     closes: tuple[str, ...] = ()  # may follow a call
     inner: tuple[str, ...] = ()  # marks within a call, which may be special tokens too
+    ends_thought: tuple[str, ...] = ()  # begins a call, even within an open thought
     bare: str = ""  # first characters of a call without a mark, if no text stands before it
     follows: str = ""  # first characters of a call without a mark behind another call
     make_scanner: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner

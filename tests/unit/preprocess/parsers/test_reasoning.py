@@ -95,6 +95,41 @@ def test_call_within_reasoning_is_reasoning():
     assert told == [thought(f"maybe {ONE_CALL['hermes']}?"), PARIS]
 
 
+@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize("end", ["", "</think>", "\n</think>\n"])
+def test_call_ends_a_thought_that_is_not_closed(name, end):
+    text = f"I look. \n{ONE_CALL[name]}{end}"
+    made = [make_parser(name, "basic", prompt="<think>") for _ in range(2)]
+
+    assert read(made[0], text) == [thought("I look."), PARIS]
+    assert read(made[1], *text) == [thought("I look."), PARIS]
+
+
+def test_mark_of_calls_in_a_thought_without_a_call_is_reasoning():
+    text = "It writes <tool_call> and <function=f>.</think>4"
+
+    assert read(make_parser("qwen3_coder", "basic", prompt="<think>"), *text) == [
+        thought("It writes <tool_call> and <function=f>."),
+        content("4"),
+    ]
+
+
+def test_call_in_a_thought_is_reasoning_for_a_request_without_tools():
+    made = make_parser(None, "kimi_k25")
+
+    assert read(made, ONE_CALL["kimi_k2"]) == [thought(ONE_CALL["kimi_k2"])]
+
+
+def test_text_behind_a_call_that_ended_a_thought_is_content():
+    text = f"hm{ONE_CALL['kimi_k2']}</think>\nHere it is: </think>."
+
+    assert read(make_parser("kimi_k2", "kimi_k25"), *text) == [
+        thought("hm"),
+        PARIS,
+        content("Here it is: </think>."),
+    ]
+
+
 HARMONY = (
     "<|channel|>analysis<|message|>Look it up.<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>I look. <|end|>"
