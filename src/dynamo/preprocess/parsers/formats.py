@@ -260,7 +260,9 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         inner=("<tool_sep:opensource>",),
         closes=("</tool_calls:opensource>",),
     ),
-    "gigachat3": ToolCallFormat(opens=("<|function_call|>", "function call<|role_sep|>")),
+    "gigachat3": ToolCallFormat(
+        opens=("<|function_call|>", "function call<|role_sep|>"), inner=("<|role_sep|>",)
+    ),
     "longcat": ToolCallFormat(opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",)),
     "internlm": ToolCallFormat(
         sections=("<|action_start|>",), opens=("<|plugin|>",), closes=("<|action_end|>",)

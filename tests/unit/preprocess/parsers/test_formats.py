@@ -62,6 +62,13 @@ def test_model_without_marks_needs_no_parser():
     assert formats.select_format(None, None, "").marks == ()
 
 
+def test_special_token_within_a_mark_of_gigachat_is_visible():
+    form = formats.TOOL_CALL_FORMATS["gigachat3"]
+
+    assert any("<|role_sep|>" in mark for mark in form.opens)
+    assert "<|role_sep|>" in form.marks
+
+
 def test_unknown_parser_names_are_refused():
     formats.check_names("none", "none")
     formats.check_names(None, None)
