@@ -287,7 +287,7 @@ _THINKING = (
 )  # fmt: skip
 _ALWAYS_THINKING = (
     "deepseek_r1", "step3", "nemotron_nano", "nemotron3", "nemotron_v3", "kimi_k25", "minimax_m2",
-    "minimax_append_think", "olmo3", "ernie45",
+    "minimax_append_think", "olmo3",
 )  # fmt: skip
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
@@ -297,6 +297,8 @@ _GEMMA_CHANNEL = ReasoningFormat(
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(_THINKING, _THINK),
     **dict.fromkeys(_ALWAYS_THINKING, _FORCED_THINK),
+    "ernie45": dataclasses.replace(_FORCED_THINK, answer=("<response>", "</response>")),
+    "hunyuan_a13b": dataclasses.replace(_THINK, answer=("<answer>", "</answer>")),
     "seed_oss": ReasoningFormat(opens=("<seed:think>",), closes=("</seed:think>",)),
     "minimax_m3": ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",)),
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
@@ -362,6 +364,7 @@ _REASONING_BY_TEMPLATE = (
     (("</longcat_think>",), "longcat"),
     (("<think{}>",), "hy_v3"),
     (("<|START_THINKING|>",), "cohere_command"),
+    (("<response>", "</think>"), "ernie45"),
     (("</think>",), "basic"),
     (("◁think▷",), "kimi"),
     (("[THINK]",), "mistral"),

@@ -24,6 +24,7 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_forced: bool = False  # answers begin with reasoning, opening mark or not
+    answer: tuple[str, ...] = ()  # the marks around what follows the thought, if there are any
     # tokens of which marks consist, if these are not tokens themselves
     tokens: tuple[str, ...] = ()
     is_harmony: bool = False  # has a parser of its own, for calls and reasoning
@@ -31,7 +32,7 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Return all marks that must be visible in the text, special tokens or not."""
-        return self.opens + self.closes + self.tokens
+        return self.opens + self.closes + self.answer + self.tokens
 
     def begins_in(self, prompt: str) -> bool:
         """Return whether the answer to this prompt begins with reasoning."""
@@ -61,7 +62,8 @@ class ReasoningFormat:
         first = text.lstrip()[:1]
         if not first:
             return False
-        for mark in self.opens:  # noqa: SIM110 (once per answer: a generator costs more than the rest)
+        marks = self.opens + self.answer[:1]
+        for mark in marks:  # noqa: SIM110 (once per answer: a generator costs more than the rest)
             if mark.startswith(first):
                 return False
         return True
@@ -90,6 +92,9 @@ class ReasoningParser(parser.StateMachineParser):
         self._late_closes = stop_strings.cached_markers(
             *map("".join, itertools.product(call_closes, ("", "\n"), form.closes))
         )
+        self._starters = stop_strings.cached_markers(*form.opens, *form.answer[:1])
+        self._answer_opens = stop_strings.cached_markers(*form.answer[:1])
+        self._answer_closes = stop_strings.cached_markers(*form.answer[1:])
         self._begins_in = begins_in
         self._blanks = parser.TrailingBlanks()  # reasoning if more of it follows
 
@@ -109,18 +114,22 @@ class ReasoningParser(parser.StateMachineParser):
             self._emit(kind, self._text)
         elif self._step is ReasoningParser._think:
             self._emit(parser.Reasoning, self._blanks.take() + self._text)
-        elif self._step is ReasoningParser._read_calls:
+        elif self._step in (ReasoningParser._read_calls, ReasoningParser._begin_answer):
             self._emit(parser.Content, self._text)
+        elif self._step is ReasoningParser._read_answer:
+            self._emit(parser.Content, self._blanks.take() + self._text)
 
     def _begin(self) -> bool:
         num_blanks = parser.count_leading_blanks(self._text)
         can_wait = num_blanks <= parser.MAX_HELD_BLANKS
         text = self._text[num_blanks:]
-        mark = self._opens.leading(text) if can_wait else ""
+        starters = self._opens if self._begins_in else self._starters
+        mark = starters.leading(text) if can_wait else ""
         if mark:
             self._text = text[len(mark) :]
-            self._step = ReasoningParser._skip_blanks
-        elif can_wait and self._opens.begins(text):
+            is_answer = mark == self._answer_opens.leading(mark)
+            self._step = ReasoningParser._open_answer if is_answer else ReasoningParser._skip_blanks
+        elif can_wait and starters.begins(text):
             return False
         else:
             self._step = (
@@ -156,8 +165,31 @@ class ReasoningParser(parser.StateMachineParser):
     def _skip_more_blanks(self) -> bool:
         self._text = self._text.lstrip()
         if self._text:
-            self._step = ReasoningParser._read_content
+            self._step = ReasoningParser._begin_answer
         return bool(self._text)
+
+    def _begin_answer(self) -> bool:
+        """Read the mark before the answer, if the format has one."""
+        mark = self._answer_opens.leading(self._text)
+        if not mark and self._answer_opens.begins(self._text):
+            return False
+        self._text = self._text[len(mark) :]
+        self._step = ReasoningParser._open_answer if mark else ReasoningParser._read_content
+        return True
+
+    def _open_answer(self) -> bool:
+        self._text = self._text.lstrip()
+        if self._text:
+            self._step = ReasoningParser._read_answer
+        return bool(self._text)
+
+    def _read_answer(self) -> bool:
+        text, mark, self._text = self._answer_closes.partition(self._text)
+        self._emit(parser.Content, self._blanks.push(text))
+        if mark:
+            self._blanks.take()
+            self._step = ReasoningParser._skip_more_blanks
+        return bool(mark)
 
     def _read_content(self) -> bool:
         self._emit(parser.Content, self._text)

@@ -38,6 +38,7 @@ from dynamo.preprocess.parsers import formats, harmony
         ("'role': 'function call' … '<|role_sep|>'", "gigachat3", None),
         ("'<think{}>'.format(HYTK) … '<tool_sep{}>'.format(HYTK)", "hy_v3", "hy_v3"),
         ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", None, "minimax_m3"),
+        ("'<think>\n' … '</think>' … '<response>\n' … '<tool_call>'", "ernie45", "ernie45"),
         ("{{ messages }}", None, None),
         ("", None, None),
     ],

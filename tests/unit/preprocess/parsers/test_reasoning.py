@@ -95,6 +95,39 @@ def test_call_within_reasoning_is_reasoning():
     assert told == [thought(f"maybe {ONE_CALL['hermes']}?"), PARIS]
 
 
+FRAMED = [("ernie45", "response"), ("hunyuan_a13b", "answer")]
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_marks_around_the_answer_are_no_content(name, tag):
+    text = f"<think>\nhm\n</think>\n\n<{tag}>\nIt is 4.\n\nYes.\n</{tag}>\n"
+    told = [thought("hm"), content("It is 4.\n\nYes.")]
+
+    assert read(make_parser(reasoning=name), text) == told
+    assert read(make_parser(reasoning=name), *text) == told
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_marks_around_an_answer_without_a_thought_are_no_content(name, tag):
+    made = make_parser(reasoning=name, prompt="<think>\n\n</think>\n")
+
+    assert read(made, *f"\n<{tag}>4</{tag}>") == [content("4")]
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_answer_that_breaks_off_within_its_marks_is_content(name, tag):
+    made = [make_parser(reasoning=name, prompt="<think>") for _ in range(2)]
+
+    assert read(made[0], *f"hm</think><{tag}>\nIt is\n</") == [thought("hm"), content("It is\n</")]
+    assert read(made[1], *f"hm</think><{tag[:3]}") == [thought("hm"), content(f"<{tag[:3]}")]
+
+
+def test_call_takes_the_place_of_a_marked_answer():
+    made = make_parser("ernie45", "ernie45")
+
+    assert read(made, *f"hm\n</think>\n\n{ONE_CALL['hermes']}\n") == [thought("hm"), PARIS]
+
+
 @pytest.mark.parametrize("name", ["kimi_k2", "qwen3_coder", "seed_oss"])
 @pytest.mark.parametrize("end", ["", "</think>", "\n</think>\n"])
 def test_call_ends_a_thought_that_is_not_closed(name, end):
