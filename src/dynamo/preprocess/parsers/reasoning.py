@@ -85,16 +85,12 @@ class ReasoningParser(parser.StateMachineParser):
         call_closes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(ReasoningParser._begin)
+        self._form = form
         self._call_opens = call_opens
         self._call_closes = call_closes
-        self._opens = stop_strings.cached_markers(*form.opens)
+        starts = form.opens if begins_in else form.opens + form.answer[:1]
+        self._starts = stop_strings.cached_markers(*starts)
         self._closes = stop_strings.cached_markers(*form.closes, *call_opens)
-        self._late_closes = stop_strings.cached_markers(
-            *map("".join, itertools.product(call_closes, ("", "\n"), form.closes))
-        )
-        self._starters = stop_strings.cached_markers(*form.opens, *form.answer[:1])
-        self._answer_opens = stop_strings.cached_markers(*form.answer[:1])
-        self._answer_closes = stop_strings.cached_markers(*form.answer[1:])
         self._begins_in = begins_in
         self._blanks = parser.TrailingBlanks()  # reasoning if more of it follows
 
@@ -123,13 +119,12 @@ class ReasoningParser(parser.StateMachineParser):
         num_blanks = parser.count_leading_blanks(self._text)
         can_wait = num_blanks <= parser.MAX_HELD_BLANKS
         text = self._text[num_blanks:]
-        starters = self._opens if self._begins_in else self._starters
-        mark = starters.leading(text) if can_wait else ""
+        mark = self._starts.leading(text) if can_wait else ""
         if mark:
             self._text = text[len(mark) :]
-            is_answer = mark == self._answer_opens.leading(mark)
+            is_answer = mark in self._form.answer
             self._step = ReasoningParser._open_answer if is_answer else ReasoningParser._skip_blanks
-        elif can_wait and starters.begins(text):
+        elif can_wait and self._starts.begins(text):
             return False
         else:
             self._step = (
@@ -156,7 +151,8 @@ class ReasoningParser(parser.StateMachineParser):
 
     def _read_calls(self) -> bool:
         """Read calls that ended a thought, and what follows them, up to a closing mark directly behind them."""
-        text, mark, self._text = self._late_closes.partition(self._text)
+        marks = map("".join, itertools.product(self._call_closes, ("", "\n"), self._form.closes))
+        text, mark, self._text = stop_strings.cached_markers(*marks).partition(self._text)
         self._emit(parser.Content, text + next(filter(mark.startswith, self._call_closes), ""))
         if mark:
             self._step = ReasoningParser._skip_more_blanks
@@ -170,8 +166,9 @@ class ReasoningParser(parser.StateMachineParser):
 
     def _begin_answer(self) -> bool:
         """Read the mark before the answer, if the format has one."""
-        mark = self._answer_opens.leading(self._text)
-        if not mark and self._answer_opens.begins(self._text):
+        opens = stop_strings.cached_markers(*self._form.answer[:1])
+        mark = opens.leading(self._text)
+        if not mark and opens.begins(self._text):
             return False
         self._text = self._text[len(mark) :]
         self._step = ReasoningParser._open_answer if mark else ReasoningParser._read_content
@@ -184,7 +181,8 @@ class ReasoningParser(parser.StateMachineParser):
         return bool(self._text)
 
     def _read_answer(self) -> bool:
-        text, mark, self._text = self._answer_closes.partition(self._text)
+        closes = stop_strings.cached_markers(*self._form.answer[1:])
+        text, mark, self._text = closes.partition(self._text)
         self._emit(parser.Content, self._blanks.push(text))
         if mark:
             self._blanks.take()
