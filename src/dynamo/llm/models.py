@@ -141,7 +141,8 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
     directory = Path(await fetch_model(model_path, ignore_weights=True))
     files = cards.describe_files(directory)
     if custom_template_path is not None:
-        files["chat_template.jinja"] = _describe_template(Path(custom_template_path))
+        path = Path(custom_template_path)
+        files = cards.replace_template(files, path, "custom_template_path")
     kinds = {
         ModelTypes.Chat: model_card.ModelType.CHAT,
         ModelTypes.Completions: model_card.ModelType.COMPLETIONS,
@@ -288,13 +289,6 @@ def _instance_of(endpoint: naming.Endpoint) -> instances.Instance:
         instance_id=endpoint.connection_id(),
         transport={},
     )
-
-
-def _describe_template(path: Path) -> model_card.ModelFile:
-    try:
-        return cards.describe(path)
-    except OSError as error:
-        raise errors.ConfigError(f"custom_template_path {path}: {error.strerror}") from error
 
 
 def _trained_context(directory: Path) -> int:

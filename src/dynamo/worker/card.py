@@ -20,6 +20,8 @@ from dynamo.engine import api
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component, requests, services
 
+_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = (_TEMPLATE, "chat_template.json", "additional_chat_templates/tool_use.jinja")
 # What a frontend needs to turn text into tokens and back, and to know the limits of a model.
 FILES = (
     "config.json",
@@ -27,9 +29,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
+    *_TEMPLATES,
 )
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 _HEAD_BYTES = 64 * 1024
@@ -115,6 +115,30 @@ def describe_files(directory: Path) -> dict[str, model_card.ModelFile]:
     return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
 
 
+def with_template(card: model_card.ModelCard, path: Path) -> model_card.ModelCard:
+    """Return the card of a model that answers chats by another chat template than its own. Raises ConfigError."""
+    return msgspec.structs.replace(
+        card,
+        files=replace_template(card.files, path, "--custom-jinja-template"),
+        model_type=tuple(dict.fromkeys((model_card.ModelType.CHAT, *card.model_type))),
+    )
+
+
+def replace_template(
+    files: dict[str, model_card.ModelFile], path: Path, param: str
+) -> dict[str, model_card.ModelFile]:
+    """Return the files with another chat template in the place of the model's own, also for requests with tools.
+
+    Raises ConfigError, which names `param`, for a file that cannot be read.
+    """
+    try:
+        template = describe(path.absolute())
+    except OSError as error:
+        raise errors.ConfigError(f"{param} {path}: {error.strerror}") from error
+    others = {name: file for name, file in files.items() if name not in _TEMPLATES}
+    return {**others, _TEMPLATE: template}
+
+
 def fingerprint_weights(directory: Path) -> str:
     """Return a fingerprint of the weights in a model directory, or "" if it has none.
 
@@ -147,7 +171,7 @@ def describe(path: Path) -> model_card.ModelFile:
 
 
 def _has_chat_template(directory: Path) -> bool:
-    if any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    if any((directory / name).is_file() for name in _TEMPLATES[:2]):
         return True
     config = directory / "tokenizer_config.json"
     try:

@@ -281,6 +281,8 @@ def _card_factory(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
+        if worker.template_path is not None:
+            built = card.with_template(built, worker.template_path)
         _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 

@@ -1,6 +1,7 @@
 """The settings of a worker, for any engine; the engine's own settings follow them on the command line."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from dynamo.base import addresses, config, draining, errors
@@ -95,6 +96,11 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_REASONING_PARSER",
         help="format of the model's reasoning, or none (default: found in its chat template)",
     )
+    custom_jinja_template: str | None = config.setting(
+        None,
+        help="file with a chat template, in the place of the model's own: for a model without one, or with one that"
+        " does not show its tools",
+    )
     dyn_infill_format: str | None = config.option(
         None,
         env="DYN_INFILL_FORMAT",
@@ -157,13 +163,22 @@ class WorkerConfig(component.RuntimeConfig):
     )
 
     def check(self) -> None:
-        """Raise ConfigError for an unknown parser or format, and for two roles at once."""
+        """Raise ConfigError for an unknown parser or format, for no file with a template, and for two roles at once."""
         if self.is_prefill_worker and self.disaggregation_mode not in (None, "prefill"):
             raise errors.ConfigError(
                 f"--is-prefill-worker and --disaggregation-mode {self.disaggregation_mode}: expected one of the two"
             )
+        if self.template_path is not None and not self.template_path.is_file():
+            raise errors.ConfigError(
+                f"--custom-jinja-template {self.template_path}: expected a file with a chat template"
+            )
         infill.check(self.dyn_infill_format)
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
+
+    @property
+    def template_path(self) -> Path | None:
+        """Return the file with the chat template that takes the place of the model's own, if there is one."""
+        return Path(self.custom_jinja_template) if self.custom_jinja_template else None
 
     @property
     def used_system_port(self) -> addresses.PortRange | None:

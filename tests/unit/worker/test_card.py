@@ -49,6 +49,27 @@ def test_template_for_tools_is_on_the_card(directory):
     assert described.path == str(directory / "additional_chat_templates" / "tool_use.jinja")
 
 
+def test_template_of_the_worker_takes_the_place_of_the_models_own(directory, tmp_path_factory):
+    (directory / "chat_template.jinja").write_text("own")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    path = tmp_path_factory.mktemp("templates") / "other.jinja"
+    path.write_text("other")
+    built = card.with_template(build(directory), path)
+
+    assert built.files["chat_template.jinja"] == card.describe(path)
+    assert not any("tool_use" in name for name in built.files)
+
+
+def test_model_that_gets_a_template_has_the_chat_api(directory, tmp_path_factory):
+    path = tmp_path_factory.mktemp("templates") / "other.jinja"
+    path.write_text("other")
+
+    types = card.with_template(build(directory), path).model_type
+
+    assert types == (model_card.ModelType.CHAT, model_card.ModelType.COMPLETIONS)
+
+
 def test_fingerprint_of_the_weights_tells_names_sizes_and_contents_apart(directory):
     weights = directory / "model.safetensors"
     contents = (b"weights", b"weighty", b"weights ", bytes(1 << 20), bytes((1 << 20) - 1) + b"x")

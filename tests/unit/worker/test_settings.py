@@ -41,6 +41,17 @@ def test_flags_of_other_servers_are_aliases():
     assert (told.model, told.model_name) == ("/m", "n")
 
 
+def test_missing_file_with_a_chat_template_is_refused(tmp_path):
+    path = tmp_path / "chat.jinja"
+    told = load("--custom-jinja-template", str(path))
+
+    with pytest.raises(errors.ConfigError, match=r"--custom-jinja-template .*chat.jinja: expected"):
+        told.check()
+    path.touch()
+    told.check()
+    assert load(DYN_CUSTOM_JINJA_TEMPLATE=str(path)).template_path == path
+
+
 @pytest.mark.parametrize("flag", ["--dyn-tool-call-parser", "--dyn-reasoning-parser"])
 def test_unknown_parser_is_refused_with_the_known_parsers(flag):
     load(flag, "none").check()
