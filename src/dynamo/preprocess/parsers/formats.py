@@ -144,15 +144,16 @@ _PYTHONIC = ToolCallFormat(
     parse=call_syntax.parse_python_calls,
     preview=_preview_python,
 )
+_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _KIMI_K2 = dataclasses.replace(
     _named(
         r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
-        section="<|tool_calls_section_begin|>",
         opens="<|tool_call_begin|>",
         inner=("<|tool_call_argument_begin|>",),
-        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
     ),
-    ends_thought=("<|tool_calls_section_begin|>",),
+    sections=_KIMI_SECTIONS,
+    ends_thought=_KIMI_SECTIONS,
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
@@ -294,13 +295,15 @@ _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_for
 _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
 )
+_MINIMAX_M3 = ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",))
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(_THINKING, _THINK),
     **dict.fromkeys(_ALWAYS_THINKING, _FORCED_THINK),
     "ernie45": dataclasses.replace(_FORCED_THINK, answer=("<response>", "</response>")),
     "hunyuan_a13b": dataclasses.replace(_THINK, answer=("<answer>", "</answer>")),
     "seed_oss": ReasoningFormat(opens=("<seed:think>",), closes=("</seed:think>",)),
-    "minimax_m3": ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",)),
+    "minimax_m3": _MINIMAX_M3,
+    "minimax-m3": _MINIMAX_M3,
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
     "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),

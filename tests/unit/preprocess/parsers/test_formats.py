@@ -57,6 +57,10 @@ def test_guessed_format_does_not_force_reasoning():
     assert formats.select_format(None, "mistral", "").reasoning.is_forced
 
 
+def test_minimax_m3_is_spelled_with_a_dash_too():
+    assert formats.REASONING_FORMATS["minimax-m3"] is formats.REASONING_FORMATS["minimax_m3"]
+
+
 def test_model_without_marks_needs_no_parser():
     assert formats.select_format(None, None, "").parsers("hi", {}) is None
     assert formats.select_format("hermes", None, "").parsers("hi", None) is None

@@ -30,6 +30,12 @@ def test_two_calls_are_parsed(name):
     assert read(make_parser(name), TWO_CALLS[name]) == [PARIS, ROME]
 
 
+def test_section_of_kimis_calls_may_be_called_that_of_one_call():
+    text = ONE_CALL["kimi_k2"].replace("<|tool_calls_section", "<|tool_call_section")
+
+    assert read(make_parser("kimi_k2"), text) == [PARIS]
+
+
 def test_every_format_has_a_sample():
     sampled = [formats.TOOL_CALL_FORMATS[name] for name in ONE_CALL]
 
