@@ -112,7 +112,8 @@ def adapt_for_template(
 
     A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON;
     with `reads_thinking` the thoughts of an answer are its `thinking`, too. The content of a call without a text is
-    null, or without `reads_null` the empty text, because most templates would write the word None, or fail.
+    null with `reads_null`, for templates that know calls by it, and else the empty text: most templates would write the
+    word None, or fail.
     """
     adapted = [
         message
@@ -120,10 +121,9 @@ def adapt_for_template(
         else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
         for message in messages
     ]
-    if reads_null:
-        return adapted
+    empty = None if reads_null else ""
     return [
-        {**message, "content": ""} if message["content"] is None else message for message in adapted
+        {**message, "content": empty} if _has_no_text(message) else message for message in adapted
     ]
 
 
@@ -321,6 +321,11 @@ def _is_plain(message: dict[str, Any]) -> bool:
         and type(message.get("content")) is str
         and message.get("role") != "developer"
     )
+
+
+def _has_no_text(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    return content is None or (content == "" and "tool_calls" in message)
 
 
 def _adapt(

@@ -57,6 +57,13 @@ def test_content_of_a_call_is_an_empty_text_for_a_template_that_reads_no_null():
     assert adapt(calling("{}"), reads_null=False) == {**adapt(calling("{}")), "content": ""}
 
 
+def test_empty_text_of_a_call_is_null_for_a_template_that_reads_it():
+    message = {**calling("{}"), "content": ""}
+
+    assert adapt(message)["content"] is None
+    assert adapt({"role": "assistant", "content": "", "name": "a"})["content"] == ""
+
+
 def test_empty_list_of_tool_calls_is_removed():
     message = {"role": "assistant", "content": "Hi", "tool_calls": []}
 
