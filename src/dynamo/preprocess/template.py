@@ -57,7 +57,7 @@ _THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a messag
 _DEVELOPER = re.compile(r"""['"]developer['"]""")  # the role: other words speak of developers
 # A test whether a content is null.
 _NULL = re.compile(r"""\bcontent(['"]\s*[\])])?\s*(is(\s+not)?|[!=]=)\s*none\b""", re.IGNORECASE)
-_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")  # of calls, in Mistral's templates
+_SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")  # of calls, in Mistral's templates
 _SAMPLE = "a text to look for in a prompt"
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 

@@ -196,6 +196,14 @@ async def test_id_of_another_server_is_taken_by_a_template_that_refuses_all_but_
     assert of_call.isalnum()
 
 
+@pytest.mark.parametrize("test", ["!= 9", "< 9", "!=9"])
+def test_template_that_tests_the_length_of_ids_needs_short_ones(test):
+    source = "{% if t.id|length " + test + " %}{% endif %}"
+
+    assert chat_templates.compiled(source).needs_short_ids
+    assert not chat_templates.compiled(WITH_IDS).needs_short_ids
+
+
 async def test_short_id_is_unchanged(byte_level):
     messages = [{"role": "tool", "tool_call_id": "a1B2c3D4e", "content": "3"}]
     prepared = await made_of(byte_level, SHORT_IDS).prepare_conversation(
