@@ -367,7 +367,7 @@ _REASONING_BY_TEMPLATE = (
     (("</longcat_think>",), "longcat"),
     (("<think{}>",), "hy_v3"),
     (("<|START_THINKING|>",), "cohere_command"),
-    (("<response>", "</think>"), "ernie45"),
+    (("<response>", "think_mode"), "ernie45"),
     (("</think>",), "basic"),
     (("◁think▷",), "kimi"),
     (("[THINK]",), "mistral"),
