@@ -329,8 +329,9 @@ class TaggedCallReader:
     `head` is a pattern that finds the `name`, `opening` one that finds the `key` before each value, which ends at the
     mark `closing`, or with `following` also before that mark, or at the end. With `trims` a line break at either end
     of a value does not belong to it. A value is a text that the schema of the tool converts, unless `opening` finds an
-    `is_text` of "true" or "false"; a text may stand between the marks of XML for unparsed text (CDATA). Instead of the
-    arguments one JSON object may stand there, as the functions of Llama 3.1 have it.
+    `is_text` of "true" or "false", or a `kind` as JSON schema names them; a text may stand between the marks of XML
+    for unparsed text (CDATA). Instead of the arguments one JSON object may stand there, as the functions of Llama 3.1
+    have it.
     """
 
     def __init__(
@@ -343,7 +344,8 @@ class TaggedCallReader:
         self.following = following
         self.trims = trims
         self._next = re.compile(r"\s*" + opening, re.DOTALL)
-        self._value_end = re.compile(rf"{closing}|(?={following})|\Z" if following else closing)
+        end, next_opening = re.escape(closing), re.escape(following)
+        self._value_end = re.compile(rf"{end}|(?={next_opening})|\Z" if following else end)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         body = text.removesuffix(self.end).strip()
@@ -387,9 +389,11 @@ class TaggedCallReader:
 
     def schema_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
         """Return the schema of the argument that a match of `opening` begins."""
-        is_text = argument.groupdict().get("is_text")
-        if is_text is not None:
+        groups = argument.groupdict()
+        if (is_text := groups.get("is_text")) is not None:
             return {"type": "string" if is_text == "true" else "any"}
+        if (kind := groups.get("kind")) is not None:
+            return {"type": kind}
         return types.get(argument["key"].strip())
 
     def _value_of(self, argument: re.Match[str], value: str, types: Mapping[str, Any]) -> Any:

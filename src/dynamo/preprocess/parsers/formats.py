@@ -1,4 +1,4 @@
-"""The formats of answers by name, which one a model's chat template shows, and the parsers of an answer.
+"""The formats of answers by name, and the parsers of an answer.
 
 The names are the original's, because users have them in their commands.
 """  # decider
@@ -9,12 +9,18 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import call_previews, call_syntax, harmony, parser
+from dynamo.preprocess.parsers import (
+    call_previews,
+    call_syntax,
+    harmony,
+    parser,
+    template_signs,
+)
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat
 from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, ToolCallParser
 from dynamo.protocols import generate
 
-NONE = "none"  # the name that asks for no parser
+NONE = template_signs.NONE  # the name that asks for no parser
 _QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
 
 
@@ -155,6 +161,20 @@ _KIMI_K2 = dataclasses.replace(
     sections=_KIMI_SECTIONS,
     ends_thought=_KIMI_SECTIONS,
 )
+_KIMI_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+_KIMI_K3 = _tagged(
+    call_syntax.TaggedCallReader(
+        "<|close|>call<|sep|>",
+        r"\"(?P<name>[^\"]+)\"[^<]*<\|sep\|>",
+        r"<\|open\|>argument key=\"(?P<key>[^\"]*)\" type=\"(?P<kind>\w+)\"<\|sep\|>",
+        "<|close|>argument<|sep|>",
+        trims=False,
+    ),
+    section="<|open|>tools<|sep|>",
+    opens="<|open|>call tool=",
+    inner=_KIMI_TOKENS,
+    closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+)
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
@@ -204,6 +224,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "deepseek_v41": _dsml_tags("calls", space=" "),
     "kimi_k2": _KIMI_K2,
     "kimi_k25": _KIMI_K2,
+    "kimi_k3": _KIMI_K3,
+    "kimi-k3": _KIMI_K3,
     "qwen3_coder": _QWEN_CODER,
     "qwen3_xml": _QWEN_CODER,
     "nemotron_nano": _QWEN_CODER,
@@ -296,6 +318,12 @@ _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
 )
 _MINIMAX_M3 = ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",))
+_KIMI_CHANNELS = ReasoningFormat(
+    opens=("<|open|>think<|sep|>",),
+    closes=("<|close|>think<|sep|>",),
+    answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    tokens=_KIMI_TOKENS,
+)
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(_THINKING, _THINK),
     **dict.fromkeys(_ALWAYS_THINKING, _FORCED_THINK),
@@ -310,6 +338,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": _GEMMA_CHANNEL,
     "gemma-4": _GEMMA_CHANNEL,
     "mistral": ReasoningFormat(opens=("[THINK]",), closes=("[/THINK]",), is_forced=True),
+    "kimi_k3": _KIMI_CHANNELS,
+    "kimi-k3": _KIMI_CHANNELS,
     "kimi": ReasoningFormat(opens=("◁think▷",), closes=("◁/think▷",)),
     "granite": ReasoningFormat(
         opens=("Here is my thought process:", "Here's my thought process:"),
@@ -317,62 +347,6 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     ),
     "gpt_oss": ReasoningFormat(opens=(), closes=(), is_harmony=True),
 }
-
-
-# Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
-_TOOLS_BY_TEMPLATE = (
-    (("]<]minimax[>[",), NONE),  # MiniMax M3, whose nested tags are not read
-    (("<|channel|>",), "harmony"),
-    (("<seed:tool_call>",), "seed_oss"),
-    (("<function=",), "qwen3_coder"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("<dots_function_call>",), "dots"),
-    (("<steptml:invoke",), "step3"),
-    (("｜DSML｜", "function_calls"), "deepseek_v3_2"),
-    (("｜DSML｜ calls",), "deepseek_v41"),
-    (("｜DSML｜",), "deepseek_v4"),
-    (('<|"|>', "<|tool_call>"), "gemma4"),
-    (("<start_function_call>",), "functiongemma"),
-    (("<longcat_tool_call>",), "longcat"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<|tool_list_start|>",), "lfm2"),
-    (("<|function_call|>",), "gigachat3"),
-    (("function call", "<|role_sep|>"), "gigachat3"),
-    (("<tool_sep{}>",), "hy_v3"),  # its marks are put together in the template
-    (("<|START_ACTION|>",), "cohere_command"),
-    (("<|tools_prefix|>",), "apertus"),
-    (("<|action_start|>", "<|plugin|>"), "internlm"),
-    (("<function_calls>",), "olmo3"),
-    (("<function name=", "<param name="), "minicpm5"),
-    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v3_1"),
-    (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<TOOLCALL>",), "nemotron_deci"),
-    (("<|python_start|>",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (('{"name": function name, "parameters":',), "llama3_json"),
-    (("<|/tool_call|>",), "phi4"),
-    (("<|tool_call|>",), "granite"),
-    (("<tool_calls>",), "jamba"),
-    (("<arg_key>",), "glm45"),
-    (("<tool_call>",), "hermes"),
-    (("List of tools: [",), "lfm2"),  # all that the template of LFM 2.5 shows
-)
-_REASONING_BY_TEMPLATE = (
-    (("<|channel|>",), "gpt_oss"),
-    (("<|channel>thought",), "gemma4"),
-    (("</seed:think>",), "seed_oss"),
-    (("</mm:think>",), "minimax_m3"),
-    (("</longcat_think>",), "longcat"),
-    (("<think{}>",), "hy_v3"),
-    (("<|START_THINKING|>",), "cohere_command"),
-    (("<response>", "think_mode"), "ernie45"),
-    (("</think>",), "basic"),
-    (("◁think▷",), "kimi"),
-    (("[THINK]",), "mistral"),
-    (("Here is my thought process",), "granite"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,17 +446,12 @@ def select_format(
     check_names(tool_parser, reasoning_parser)
     reasoning = REASONING_FORMATS.get(reasoning_parser or "")
     if reasoning_parser is None:
-        reasoning = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
+        reasoning = REASONING_FORMATS.get(template_signs.find_reasoning(template))
         # the prompt and the model decide whether it thinks
         if reasoning is not None and reasoning.is_forced:
             reasoning = dataclasses.replace(reasoning, is_forced=False)
-    return AnswerFormat(
-        TOOL_CALL_FORMATS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning
-    )
-
-
-def _guess(table: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str:
-    return next((name for parts, name in table if all(part in template for part in parts)), NONE)
+    tools = TOOL_CALL_FORMATS.get(tool_parser or template_signs.find_tools(template))
+    return AnswerFormat(tools, reasoning)
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:

@@ -24,7 +24,7 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_forced: bool = False  # answers begin with reasoning, opening mark or not
-    answer: tuple[str, ...] = ()  # the marks around what follows the thought, if there are any
+    answer: tuple[str, ...] = ()  # the marks before and after the answer, and those behind it
     # tokens of which marks consist, if these are not tokens themselves
     tokens: tuple[str, ...] = ()
     is_harmony: bool = False  # has a parser of its own, for calls and reasoning
@@ -55,6 +55,8 @@ class ReasoningFormat:
         )
         if self.begins_in(prompt):
             return parser.ParserFactory(functools.partial(new, begins_in=True))
+        if self.answer and prompt[-_PROMPT_END:].rstrip().endswith(self.answer[0]):
+            return parser.ParserFactory(functools.partial(new, begins_answer=True))
         return parser.ParserFactory(functools.partial(new, begins_in=False), self.cannot_open)
 
     def cannot_open(self, text: str) -> bool:
@@ -80,11 +82,12 @@ class ReasoningParser(parser.StateMachineParser):
         self,
         form: ReasoningFormat,
         *,
-        begins_in: bool,
+        begins_in: bool = False,
+        begins_answer: bool = False,
         call_opens: tuple[str, ...] = (),
         call_closes: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(ReasoningParser._begin)
+        super().__init__(ReasoningParser._open_answer if begins_answer else ReasoningParser._begin)
         self._form = form
         self._call_opens = call_opens
         self._call_closes = call_closes
@@ -165,13 +168,16 @@ class ReasoningParser(parser.StateMachineParser):
         return bool(self._text)
 
     def _begin_answer(self) -> bool:
-        """Read the mark before the answer, if the format has one."""
-        opens = stop_strings.cached_markers(*self._form.answer[:1])
-        mark = opens.leading(self._text)
-        if not mark and opens.begins(self._text):
+        """Read a mark before the answer or behind it, if the format has them."""
+        marks = self._form.answer[:1] + self._form.answer[2:]
+        mark = stop_strings.cached_markers(*marks).leading(self._text)
+        if not mark and stop_strings.cached_markers(*marks).begins(self._text):
             return False
         self._text = self._text[len(mark) :]
-        self._step = ReasoningParser._open_answer if mark else ReasoningParser._read_content
+        if mark in marks[1:]:
+            self._step = ReasoningParser._skip_more_blanks
+        else:
+            self._step = ReasoningParser._open_answer if mark else ReasoningParser._read_content
         return True
 
     def _open_answer(self) -> bool:

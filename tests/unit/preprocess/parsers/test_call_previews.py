@@ -21,6 +21,7 @@ ARGUMENT = {
     "dots": "<parameter name=city>Paris</parameter>\n",
     "step3": '<steptml:parameter name="city">Paris</steptml:parameter>',
     "minicpm5": '<param name="city">Paris</param>',
+    "kimi_k3": '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>',
     "deepseek_v3_2": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
     "deepseek_v4": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
     "deepseek_v41": '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n',

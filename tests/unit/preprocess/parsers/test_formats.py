@@ -36,6 +36,7 @@ from dynamo.preprocess.parsers import formats, harmony
         ("'List of tools: <|tool_list_start|>['", "lfm2", None),
         ('"List of tools: ["', "lfm2", None),
         ("'<|function_call|>'", "gigachat3", None),
+        ("'<|open|>' + tag … '<|sep|>' … open_tag('think') … 'argument'", "kimi_k3", "kimi_k3"),
         ("'role': 'function call' … '<|role_sep|>'", "gigachat3", None),
         ("'<think{}>'.format(HYTK) … '<tool_sep{}>'.format(HYTK)", "hy_v3", "hy_v3"),
         ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", None, "minimax_m3"),

@@ -122,6 +122,34 @@ def test_answer_that_breaks_off_within_its_marks_is_content(name, tag):
     assert read(made[1], *f"hm</think><{tag[:3]}") == [thought("hm"), content(f"<{tag[:3]}")]
 
 
+KIMI_THOUGHT = "hm<|close|>think<|sep|>"
+KIMI_ANSWER = "<|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
+KIMI_END = "<|close|>message<|sep|>"
+
+
+@pytest.mark.parametrize("tools", ["kimi_k3", None])
+def test_channels_of_kimi_k3_are_reasoning_and_content(tools):
+    made = make_parser(tools, "kimi_k3", prompt="<|open|>think<|sep|>")
+
+    assert read(made, *KIMI_THOUGHT + KIMI_ANSWER + KIMI_END) == [
+        thought("hm"),
+        content("It is 4."),
+    ]
+
+
+def test_call_follows_the_answer_of_kimi_k3():
+    made = make_parser("kimi_k3", "kimi_k3", prompt="<|open|>think<|sep|>")
+    text = KIMI_THOUGHT + KIMI_ANSWER + ONE_CALL["kimi_k3"] + KIMI_END
+
+    assert read(made, *text) == [thought("hm"), content("It is 4."), PARIS]
+
+
+def test_answer_that_the_prompt_begins_has_no_mark_at_its_end():
+    made = make_parser(reasoning="kimi_k3", prompt="<|open|>response<|sep|>")
+
+    assert read(made, *KIMI_ANSWER.partition("<|sep|>")[2] + KIMI_END) == [content("It is 4.")]
+
+
 def test_call_takes_the_place_of_a_marked_answer():
     made = make_parser("ernie45", "ernie45")
 

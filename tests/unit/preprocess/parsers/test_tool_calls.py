@@ -322,6 +322,27 @@ def test_tagged_values_keep_their_type():
     ]
 
 
+def test_values_have_the_type_that_kimi_k3_names():
+    value = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
+    text = (
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        + value.format("city", "string", '3 "x"')
+        + value.format("tags", "array", "[1, null]")
+        + value.format("days", "number", "2.50")
+        + value.format("metric", "null", "null")
+        + "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+
+    told = [
+        parser.ToolCall(
+            "get_weather",
+            '{"city": "3 \\"x\\"", "tags": [1, null], "days": 2.5, "metric": null}',
+        )
+    ]
+    assert read(make_parser("kimi_k3"), text) == told
+    assert with_whole_calls(read(make_parser("kimi_k3", whole_tools=()), *text)) == told
+
+
 def test_bare_keys_and_marked_strings_become_json():
     text = (
         '<|tool_call>call:get_weather{city:<|"|>a:{"b"},c:1\\<|"|>,days:-2,metric:true,'
