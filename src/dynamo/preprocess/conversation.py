@@ -92,6 +92,21 @@ def to_function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def complete_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the functions with a type and properties of their parameters, which some templates read without a test."""
+    return [
+        {**tool, "function": _with_properties(tool["function"])} if "function" in tool else tool
+        for tool in tools
+    ]
+
+
+def _with_properties(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        return function
+    return {**function, "parameters": {"type": "object", "properties": {}, **parameters}}
+
+
 def custom_input(arguments: str) -> str:
     """Return the text that a call of a custom tool carries."""
     try:

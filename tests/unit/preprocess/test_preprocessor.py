@@ -213,6 +213,31 @@ async def test_short_id_is_unchanged(byte_level):
     assert prepared.prompt == "a1B2c3D4e;"
 
 
+# As Seed-OSS's.
+WITH_PROPERTIES = (
+    "{% for t in tools %}{{ t.function.name }}:{{ t.function.parameters.type }}"
+    "{% for name, spec in t.function.parameters.properties.items() %} {{ name }}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object"}}])
+async def test_tool_without_properties_is_shown_by_a_template_that_reads_them(
+    byte_level, parameters
+):
+    tools = [{"type": "function", "function": {"name": "now", **parameters}}]
+    model = preprocessor.Preprocessor(
+        tokenizer=byte_level,
+        chat_template=chat_templates.compiled(WITH_PROPERTIES),
+        context_length=CONTEXT,
+        vocab_size=byte_level.num_ids,
+        eos_token_ids=(2,),
+        defaults=options.GenerationDefaults(),
+        answer_format=formats.select_format("hermes", "none", ""),
+    )
+
+    assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == "now:object;"
+
+
 # As those of GLM and MiniMax.
 WITH_TEXTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
