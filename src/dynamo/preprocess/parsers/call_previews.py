@@ -184,7 +184,7 @@ class TaggedPreview(CallPreview):
         self._is_text = False  # the value is a text, which is returned as it comes
         self._num_arguments = 0
         self._closers = stop_strings.cached_markers(
-            *filter(None, (reader.closing, reader.following, reader.end))
+            *filter(None, (reader.closing, reader.unclosed_end, reader.end))
         )
         self._value: list[str] = []  # that is no text
 
@@ -232,8 +232,13 @@ class TaggedPreview(CallPreview):
         text, self._text = self._held + text, mark + following
         num_certain = len(text.rstrip()) if self._reader.trims else len(text)
         self._held = text[num_certain:]
-        if not mark:
+        behind = following.lstrip()
+        is_inside = mark == self._reader.closing and not behind.startswith(self._reader.follows)
+        if not mark or is_inside:
             self._add(text[:num_certain])
+            if is_inside and not any(each.startswith(behind) for each in self._reader.follows):
+                self._held, self._text = self._held + mark, following
+                return True
             return False
         is_over = mark == self._reader.end
         if is_over:

@@ -12,7 +12,7 @@ import enum
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -327,25 +327,37 @@ class TaggedCallReader:
     """Parses the name of a tool and its arguments between tags, up to the mark `end`.
 
     `head` is a pattern that finds the `name`, `opening` one that finds the `key` before each value, which ends at the
-    mark `closing`, or with `following` also before that mark, or at the end. With `trims` a line break at either end
-    of a value does not belong to it. A value is a text that the schema of the tool converts, unless `opening` finds an
-    `is_text` of "true" or "false", or a `kind` as JSON schema names them; a text may stand between the marks of XML
-    for unparsed text (CDATA). Instead of the arguments one JSON object may stand there, as the functions of Llama 3.1
-    have it.
+    mark `closing` if one of the marks `follows` or the end of the call stands behind it: a value may hold that mark
+    too. With `is_closed` false a value also ends before the first of `follows`, or at the end. With `trims` a line
+    break at either end of a value does not belong to it. A value is a text that the schema of the tool converts, unless
+    `opening` finds an `is_text` of "true" or "false", or a `kind` as JSON schema names them; a text may stand between
+    the marks of XML for unparsed text (CDATA). Instead of the arguments one JSON object may stand there, as the
+    functions of Llama 3.1 have it.
     """
 
     def __init__(
-        self, end: str, head: str, opening: str, closing: str, following: str = "", *, trims: bool
+        self,
+        end: str,
+        head: str,
+        opening: str,
+        closing: str,
+        follows: Sequence[str],
+        *,
+        trims: bool,
+        is_closed: bool = True,
     ) -> None:
         self.end = end
         self.head = re.compile(head)
         self.opening = re.compile(opening, re.DOTALL)
         self.closing = closing
-        self.following = following
+        self.follows = (*follows, end)
+        self.unclosed_end = "" if is_closed else follows[0]
         self.trims = trims
         self._next = re.compile(r"\s*" + opening, re.DOTALL)
-        end, next_opening = re.escape(closing), re.escape(following)
-        self._value_end = re.compile(rf"{end}|(?={next_opening})|\Z" if following else end)
+        value_end = rf"{re.escape(closing)}(?=\s*(?:{'|'.join(map(re.escape, follows))}|\Z))"
+        if not is_closed:
+            value_end += rf"|(?={re.escape(follows[0])})|\Z"
+        self._value_end = re.compile(value_end)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         body = text.removesuffix(self.end).strip()

@@ -62,8 +62,9 @@ def _function_tags(section: str, close: str) -> ToolCallFormat:
         r"(?P<name>[^<>]+)>",
         r"<parameter=(?P<key>[^<>]+)>",
         "</parameter>",
-        "<parameter=",
+        ("<parameter=", close),
         trims=True,
+        is_closed=False,
     )
     form = _tagged(reader, section=section, opens="<function=", closes=(close,))
     ends_thought = (f"{section}\n<function=", f"{section}<function=")
@@ -76,8 +77,9 @@ def _invoke_tags(section: str, close: str) -> ToolCallFormat:
         r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
         r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>",
         "</parameter>",
-        "<parameter name=",
+        ("<parameter name=", close),
         trims=True,
+        is_closed=False,
     )
     return _tagged(reader, section=section, opens="<invoke name=", closes=(close,))
 
@@ -90,6 +92,7 @@ def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
         _QUOTED_NAME,
         rf"<{tag}parameter name=\"(?P<key>[^\"<>]+)\" string=\"(?P<is_text>true|false)\">",
         f"</{tag}parameter>",
+        (f"<{tag}parameter", f"</{tag}{section}>"),
         trims=False,
     )
     return _tagged(
@@ -136,6 +139,7 @@ _GLM = _tagged(
         r"(?P<name>[\w.-]+)",
         r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
         "</arg_value>",
+        ("<arg_key>",),
         trims=False,
     ),
     opens="<tool_call>",
@@ -168,6 +172,7 @@ _KIMI_K3 = _tagged(
         r"\"(?P<name>[^\"]+)\"[^<]*<\|sep\|>",
         r"<\|open\|>argument key=\"(?P<key>[^\"]*)\" type=\"(?P<kind>\w+)\"<\|sep\|>",
         "<|close|>argument<|sep|>",
+        ("<|open|>argument",),
         trims=False,
     ),
     section="<|open|>tools<|sep|>",
@@ -240,6 +245,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
             r"<steptml:parameter name=\"(?P<key>[^\"<>]+)\">",
             "</steptml:parameter>",
+            ("<steptml:parameter",),
             trims=True,
         ),
         section="<｜tool_calls_begin｜>",
@@ -253,6 +259,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             _QUOTED_NAME,
             r"<param name=\"(?P<key>[^\"<>]+)\">",
             "</param>",
+            ("<param name=",),
             trims=True,
         ),
         opens="<function name=",
@@ -276,6 +283,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             r"(?P<name>[\w.-]+)<tool_sep:opensource>",
             r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>",
             "</arg_value:opensource>",
+            ("<arg_key:opensource>",),
             trims=False,
         ),
         section="<tool_calls:opensource>",

@@ -88,6 +88,17 @@ def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments
         assert with_whole_calls(streamed) == whole
 
 
+@pytest.mark.parametrize("name", ARGUMENT)
+def test_text_may_hold_the_mark_that_ends_it(name):
+    mark = ARGUMENT[name].partition("Paris")[2].strip()
+    arguments = {"city": f"a{mark} b\n{mark}", "note": f"{mark}c"}
+    text = written(name, arguments)
+    expected = [parser.ToolCall("get_weather", json.dumps(arguments, ensure_ascii=False))]
+
+    assert read(make_parser(name), text) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
+
+
 @pytest.mark.parametrize(
     "names", ['"name": "f", "tool_name": "g"', '"tool_name": "g", "name": "f"']
 )
