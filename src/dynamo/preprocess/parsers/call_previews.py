@@ -183,9 +183,7 @@ class TaggedPreview(CallPreview):
         self._schema: Any = None
         self._is_text = False  # the value is a text, which is returned as it comes
         self._num_arguments = 0
-        self._closers = stop_strings.cached_markers(
-            *filter(None, (reader.closing, reader.unclosed_end, reader.end))
-        )
+        self._closers = stop_strings.cached_markers(*reader.value_ends)
         self._value: list[str] = []  # that is no text
 
     def _read_head(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dynamo.base import errors
 from dynamo.preprocess.parsers import (
     call_previews,
+    call_scanners,
     call_syntax,
     harmony,
     parser,
@@ -34,7 +35,7 @@ def _named(
         opens=(opens,),
         closes=closes,
         inner=inner,
-        make_scanner=lambda: call_syntax.BracketScanner(has_head=True),
+        make_scanner=lambda: call_scanners.BracketScanner(has_head=True),
         parse=reader,
         preview=lambda _: call_previews.NamedPreview(reader.head),
     )
@@ -50,7 +51,9 @@ def _tagged(
         opens=(opens,),
         inner=inner,
         closes=closes,
-        make_scanner=functools.partial(call_syntax.MarkerScanner, reader.end),
+        make_scanner=functools.partial(
+            call_scanners.MarkerScanner, reader.end, *reader.value_marks
+        ),
         parse=reader,
         preview=functools.partial(call_previews.TaggedPreview, reader),
     )
@@ -108,14 +111,14 @@ def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
     return ToolCallFormat(
         opens=(open_mark,),
         inner=(quote, end),
-        make_scanner=functools.partial(call_syntax.MarkerScanner, end),
+        make_scanner=functools.partial(call_scanners.MarkerScanner, end),
         parse=call_syntax.BareKeyReader(end, quote),
         preview=lambda _: call_previews.BareKeyPreview(end, quote),
     )
 
 
-def _python_list() -> call_syntax.BracketScanner:
-    return call_syntax.BracketScanner(quotes="'\"", allowed=None)
+def _python_list() -> call_scanners.BracketScanner:
+    return call_scanners.BracketScanner(quotes="'\"", allowed=None)
 
 
 def _preview_python(tools: parser.ToolSchemas) -> call_previews.CallPreview:
@@ -198,7 +201,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "olmo3": ToolCallFormat(
         opens=("<function_calls>",),
-        make_scanner=functools.partial(call_syntax.MarkerScanner, "</function_calls>"),
+        make_scanner=functools.partial(call_scanners.MarkerScanner, "</function_calls>"),
         parse=call_syntax.parse_python_lines,
         preview=_preview_python,
     ),

@@ -100,6 +100,30 @@ def test_text_may_hold_the_mark_that_ends_it(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("glm45", "</tool_call>"),
+        ("hy_v3", "</tool_call:opensource>"),
+        ("step3", "</steptml:invoke>"),
+        ("minicpm5", "</function>"),
+        ("kimi_k3", "<|close|>call<|sep|>"),
+        ("deepseek_v3_2", "</｜DSML｜invoke>"),
+    ],
+)
+def test_text_may_hold_the_end_of_a_call_where_values_are_closed(name, end):
+    arguments = {"city": f"a{end}\n{end}b", "note": end}
+    text = written(name, arguments) + written(name, {})
+    expected = [
+        parser.ToolCall("get_weather", json.dumps(arguments, ensure_ascii=False)),
+        parser.ToolCall("get_weather", "{}"),
+    ]
+
+    assert read(make_parser(name), *text) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), text)) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
+
+
+@pytest.mark.parametrize(
     "names", ['"name": "f", "tool_name": "g"', '"tool_name": "g", "name": "f"']
 )
 def test_name_of_a_call_in_parts_is_that_of_the_whole_call_if_it_has_two(names):

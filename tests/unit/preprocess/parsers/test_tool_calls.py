@@ -17,7 +17,7 @@ from parser_rig import (
     with_whole_calls,
 )
 
-from dynamo.preprocess.parsers import call_syntax, formats, parser
+from dynamo.preprocess.parsers import call_scanners, call_syntax, formats, parser
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
@@ -379,7 +379,7 @@ def test_malformed_call_of_a_family_is_content(name, text):
 
 
 def test_too_long_call_is_content(monkeypatch):
-    monkeypatch.setattr(call_syntax, "MAX_CALL_CHARS", 12)
+    monkeypatch.setattr(call_scanners, "MAX_CALL_CHARS", 12)
 
     for name in ("hermes", "qwen3_coder", "harmony"):
         told = read(make_parser(name), *ONE_CALL[name])
