@@ -175,8 +175,8 @@ def _has_chat_template(directory: Path) -> bool:
         return True
     config = directory / "tokenizer_config.json"
     try:
-        return config.is_file() and "chat_template" in json.loads(config.read_text("utf-8"))
-    except ValueError as error:
+        return config.is_file() and bool(json.loads(config.read_bytes()).get("chat_template"))
+    except (ValueError, AttributeError) as error:
         raise errors.ConfigError(f"{config}: expected a JSON object: {error}") from error
 
 
