@@ -208,7 +208,7 @@ class TaggedPreview(CallPreview):
         self._emit((", " if self._num_arguments else "{") + call_syntax.dump(key) + ": ")
         self._num_arguments += 1
         self._value, self._held = [], ""
-        self._step = TaggedPreview._read_start
+        self._step = type(self)._read_start
         return True
 
     def _read_start(self) -> bool:
@@ -222,7 +222,7 @@ class TaggedPreview(CallPreview):
         self._is_text = call_syntax.is_text(self._schema) and not text.startswith(nulls)
         self._emit('"' if self._is_text else "")
         self._text = text
-        self._step = TaggedPreview._read_value
+        self._step = type(self)._read_value
         return True
 
     def _read_value(self) -> bool:
@@ -242,22 +242,53 @@ class TaggedPreview(CallPreview):
         if is_over:
             self._held = ""
         self._add(text[:num_certain] + self._held.removesuffix("\n" * self._reader.trims))
-        if self._is_text:
-            self._emit('"')
-        else:
-            self._emit(
-                call_syntax.dump(call_syntax.convert_text("".join(self._value), self._schema))
-            )
-        self._step = None if is_over else TaggedPreview._read_key
+        self._end_value()
+        if is_over:
+            self._step = None
         if mark == self._reader.closing:
             self._text = following
         return True
+
+    def _end_value(self) -> None:
+        if self._is_text:
+            self._emit('"')
+        else:
+            value = call_syntax.convert_text("".join(self._value), self._schema)
+            self._emit(call_syntax.dump(value))
+        self._step = TaggedPreview._read_key
 
     def _add(self, text: str) -> None:
         if self._is_text:
             self._emit(call_syntax.dump(text)[1:-1])
         else:
             self._value.append(text)
+
+
+class NestedTagPreview(TaggedPreview):
+    """Previews arguments in tags: texts as they come, other values when they are complete; no nested ones."""
+
+    def __init__(self, reader: call_syntax.NestedTagReader, tools: parser.ToolSchemas) -> None:
+        super().__init__(reader, tools)
+        self._lead = stop_strings.cached_markers(reader.lead)
+        self._tag_end = re.compile(re.escape(reader.lead) + "</[^<>]*>")
+
+    def _read_start(self) -> bool:
+        text = self._text.lstrip()
+        if self._lead.begins(text):
+            return False
+        if self._lead.leading(text):  # an empty value, or tags
+            self._step = None
+            return False
+        return super()._read_start()
+
+    def _read_value(self) -> bool:
+        text, mark, following = self._lead.partition(self._text)
+        self._text = mark + following
+        self._add(text)
+        if self._take(self._tag_end) is None:
+            return False
+        self._end_value()
+        return True
 
 
 class PythonPreview(CallPreview):

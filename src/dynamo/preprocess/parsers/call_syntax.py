@@ -8,7 +8,8 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -286,6 +287,96 @@ class TaggedCallReader:
         if value.startswith(UNPARSED_TEXT):
             return value.removeprefix(UNPARSED_TEXT).removesuffix("]]>")
         return convert_text(value, self.schema_of(argument, types))
+
+
+class NestedTagReader(TaggedCallReader):
+    """Parses the name of a tool, and arguments in tags with the names of their keys, up to the mark `end`.
+
+    Each tag stands behind the mark `lead`. A value is a text, which the schema converts; an object of which each member
+    has a tag; or a list with a tag `item` for each. A member of an object that comes twice has a list, too.
+    """
+
+    def __init__(self, end: str, head: str, lead: str) -> None:
+        opening = re.escape(lead) + r"<(?P<key>[^<>/\s]+)>"
+        super().__init__(end, head, opening, f"{lead}</", (lead,), trims=False, is_closed=False)
+        self.lead = lead
+        self._tags = re.compile(re.escape(lead) + r"<(/?)([^<>/\s]+)>")
+
+    def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+        body = text.removesuffix(self.end).strip()
+        head = self.head.match(body)
+        if head is None:
+            return None
+        name = head["name"].strip()
+        root = _Tag("", {"properties": self.types_of(name, tools)}, "")
+        before, *parts = self._tags.split(body[head.end() :])
+        try:
+            _nest(root, zip(parts[::3], parts[1::3], parts[2::3], strict=True))
+            members = [f"{dump(key)}: {dump(tag.read())}" for key, tag in root.members]
+        except _ERRORS:
+            return None
+        if before.strip():
+            return None
+        return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
+
+
+@dataclass(slots=True)
+class _Tag:
+    """The value between a tag and the one that closes it."""
+
+    key: str
+    schema: Any
+    text: str
+    members: list[tuple[str, "_Tag"]] = field(default_factory=list)
+
+    def read(self) -> Any:
+        """Return the value. Raises ValueError if text stands between members."""
+        if not self.members:
+            return self._read_text()
+        if self.text.strip():
+            raise ValueError("text between tags")
+        members = [(key, tag.read()) for key, tag in self.members]
+        if all(key == "item" for key, _ in members):
+            return [value for _, value in members]
+        values: dict[str, list[Any]] = {}
+        for key, value in members:
+            values.setdefault(key, []).append(value)
+        return {key: each if len(each) > 1 else each[0] for key, each in values.items()}
+
+    def _read_text(self) -> Any:
+        if not self.text.strip() and not is_text(self.schema):
+            for kind, empty in (("array", []), ("object", {})):
+                if _has_type(self.schema, kind):
+                    return empty
+        return convert_text(self.text, self.schema)
+
+    def schema_of(self, key: str) -> Any:
+        """Return the schema of the value of a tag within this one."""
+        schema = self.schema if isinstance(self.schema, dict) else {}
+        options = schema.get("anyOf", schema.get("oneOf"))
+        for each in (schema, *(options if isinstance(options, list) else ())):
+            properties = each.get("properties") if isinstance(each, dict) else None
+            if isinstance(properties, dict) and key in properties:
+                return properties[key]
+            if key == "item" and isinstance(each, dict) and "items" in each:
+                return each["items"]
+        return None
+
+
+def _nest(root: _Tag, tags: Iterable[tuple[str, str, str]]) -> None:
+    """Put each tag into the one that is open: a slash if it closes that, its key, and the text behind it."""
+    open_tags = [root]
+    for slash, key, text in tags:
+        tag = open_tags[-1]
+        if not slash:
+            open_tags.append(_Tag(key, tag.schema_of(key), text))
+            tag.members.append((key, open_tags[-1]))
+        elif tag.key != key or text.strip():
+            raise ValueError("no tag that this one closes")
+        else:
+            open_tags.pop()
+    if len(open_tags) > 1:
+        raise ValueError("an open tag")
 
 
 UNPARSED_TEXT = "<![CDATA["

@@ -23,6 +23,7 @@ from dynamo.protocols import generate
 
 NONE = template_signs.NONE  # the name that asks for no parser
 _QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
+_INVOKED_NAME = r"[\"']?(?P<name>[^\"'<>]+)[\"']?>"
 
 
 def _named(
@@ -55,7 +56,12 @@ def _tagged(
             call_scanners.MarkerScanner, reader.end, *reader.value_marks
         ),
         parse=reader,
-        preview=functools.partial(call_previews.TaggedPreview, reader),
+        preview=functools.partial(
+            call_previews.NestedTagPreview
+            if isinstance(reader, call_syntax.NestedTagReader)
+            else call_previews.TaggedPreview,
+            reader,
+        ),
     )
 
 
@@ -77,7 +83,7 @@ def _function_tags(section: str, close: str) -> ToolCallFormat:
 def _invoke_tags(section: str, close: str) -> ToolCallFormat:
     reader = call_syntax.TaggedCallReader(
         "</invoke>",
-        r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
+        _INVOKED_NAME,
         r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>",
         "</parameter>",
         ("<parameter name=", close),
@@ -183,6 +189,17 @@ _KIMI_K3 = _tagged(
     inner=_KIMI_TOKENS,
     closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
 )
+_NAMESPACE = "]<]minimax[>["  # a token
+_MINIMAX_M3_CALLS = dataclasses.replace(
+    _tagged(
+        call_syntax.NestedTagReader(f"{_NAMESPACE}</invoke>", _INVOKED_NAME, _NAMESPACE),
+        section=f"{_NAMESPACE}<tool_call>",
+        opens=f"{_NAMESPACE}<invoke name=",
+        closes=(f"{_NAMESPACE}</tool_call>",),
+        inner=(_NAMESPACE,),
+    ),
+    ends_thought=(f"{_NAMESPACE}<tool_call>",),
+)
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
@@ -241,6 +258,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "glm45": _GLM,
     "glm47": _GLM,
     "minimax_m2": _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>"),
+    "minimax_m3": _MINIMAX_M3_CALLS,
+    "minimax-m3": _MINIMAX_M3_CALLS,
     "dots": _invoke_tags("<dots_function_call>", "</dots_function_call>"),
     "step3": _tagged(
         call_syntax.TaggedCallReader(

@@ -6,7 +6,7 @@ The names are those of `formats`.
 NONE = "none"
 # The first match counts.
 _TOOLS = (
-    (("]<]minimax[>[",), NONE),  # MiniMax M3, whose nested tags are not read
+    (("]<]minimax[>[",), "minimax_m3"),
     (("<|channel|>",), "harmony"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<function=",), "qwen3_coder"),

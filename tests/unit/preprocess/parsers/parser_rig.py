@@ -72,6 +72,8 @@ ONE_CALL = {
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
     '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>'
     "<|close|>tools<|sep|>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
+    "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "gigachat3": '<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}',
     "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
 }

@@ -18,6 +18,7 @@ ARGUMENT = {
     "hy_v3": "<arg_key:opensource>city</arg_key:opensource>\n"
     "<arg_value:opensource>Paris</arg_value:opensource>\n",
     "minimax_m2": '<parameter name="city">Paris</parameter>\n',
+    "minimax_m3": "]<]minimax[>[<city>Paris]<]minimax[>[</city>",
     "dots": "<parameter name=city>Paris</parameter>\n",
     "step3": '<steptml:parameter name="city">Paris</steptml:parameter>',
     "minicpm5": '<param name="city">Paris</param>',
@@ -90,7 +91,7 @@ def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments
 
 @pytest.mark.parametrize("name", ARGUMENT)
 def test_text_may_hold_the_mark_that_ends_it(name):
-    mark = ARGUMENT[name].partition("Paris")[2].strip()
+    mark = ARGUMENT[name].partition("Paris")[2].strip().removeprefix("]<]minimax[>[")
     arguments = {"city": f"a{mark} b\n{mark}", "note": f"{mark}c"}
     text = written(name, arguments)
     expected = [parser.ToolCall("get_weather", json.dumps(arguments, ensure_ascii=False))]

@@ -39,7 +39,7 @@ from dynamo.preprocess.parsers import formats, harmony
         ("'<|open|>' + tag … '<|sep|>' … open_tag('think') … 'argument'", "kimi_k3", "kimi_k3"),
         ("'role': 'function call' … '<|role_sep|>'", "gigachat3", None),
         ("'<think{}>'.format(HYTK) … '<tool_sep{}>'.format(HYTK)", "hy_v3", "hy_v3"),
-        ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", None, "minimax_m3"),
+        ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", "minimax_m3", "minimax_m3"),
         ("'think_mode=True' … '</think>' … '<response>\n' … '<tool_call>'", "ernie45", "ernie45"),
         ("{{ messages }}", None, None),
         ("", None, None),
@@ -60,6 +60,7 @@ def test_guessed_format_does_not_force_reasoning():
 
 
 def test_minimax_m3_is_spelled_with_a_dash_too():
+    assert formats.TOOL_CALL_FORMATS["minimax-m3"] is formats.TOOL_CALL_FORMATS["minimax_m3"]
     assert formats.REASONING_FORMATS["minimax-m3"] is formats.REASONING_FORMATS["minimax_m3"]
 
 

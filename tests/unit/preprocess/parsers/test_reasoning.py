@@ -166,6 +166,12 @@ def test_call_ends_a_thought_that_is_not_closed(name, end):
     assert read(made[1], *text) == [thought("I look."), PARIS]
 
 
+def test_call_of_minimax_m3_ends_a_thought_that_is_not_closed():
+    made = make_parser("minimax_m3", "minimax_m3", prompt="<mm:think>")
+
+    assert read(made, *f"I look.\n{ONE_CALL['minimax_m3']}") == [thought("I look."), PARIS]
+
+
 def test_mark_of_calls_in_a_thought_without_a_call_is_reasoning():
     text = "It writes <tool_call> and <function=f>.</think>4"
 
