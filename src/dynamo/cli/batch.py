@@ -148,6 +148,7 @@ async def _answer(
         **line.head,
         "messages": line.messages,
         "response": answer.text,
+        **({"reasoning_content": answer.thoughts} if answer.thoughts else {}),
         "tokens_in": answer.prompt_tokens,
         "tokens_out": answer.completion_tokens,
         "elapsed_ms": round(answer.duration_s * 1000),

@@ -7,6 +7,7 @@ their own. Line editing, Ctrl-C and Ctrl-D then work as in every terminal progra
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -17,8 +18,10 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.frontend.apis import chat as openai_chat
+from dynamo.frontend.delivery import choices
 from dynamo.frontend.model_registry import file_fetcher
 from dynamo.preprocess import loading, preprocessor, tokenize, tokenizer_library
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, component
 
@@ -34,6 +37,13 @@ class Answer(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     duration_s: float
+    thoughts: str = ""
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        thoughts = {"reasoning_content": self.thoughts} if self.thoughts else {}
+        return {"role": "assistant", "content": self.text, **thoughts}
 
 
 class Session:
@@ -63,40 +73,68 @@ class Session:
         self,
         messages: Sequence[Message],
         on_text: Callable[[str], None] = lambda text: None,
+        on_thought: Callable[[str], None] = lambda text: None,
         /,
         **fields: Any,
     ) -> Answer:
         """Answer a conversation; further fields are those of OpenAI's request.
 
-        `on_text` gets each piece of text as it comes. A cancelled call aborts the request in the worker.
+        `on_text` gets each piece of text as it comes, and `on_thought` each piece of what the model thinks. A call of
+        a tool is text. A cancelled call aborts the request in the worker.
         """
         began_at = self._clock.now()
         body = msgspec.json.encode({"model": self.model, "messages": messages, **fields})
-        prepared = await self._processor.prepare_conversation(
-            openai_chat.decode(body), ids.new_request_id()
-        )
+        # without a stream calls come whole
+        chat_request = msgspec.structs.replace(openai_chat.decode(body), stream=None)
+        prepared = await self._processor.prepare_conversation(chat_request, ids.new_request_id())
         request = prepared.request
         if request.sampling_options.n != 1:
             raise errors.InvalidRequest.of_param("n", "expected 1, because one answer is shown")
-        text, pieces, finish_reason = self._processor.make_answer_text(request), [], ""
+        choice, finish_reason = self._make_choice(chat_request, prepared), ""
+        pieces: list[str] = []
+        thoughts: list[str] = []
         workers = await self._find_workers()
         outputs = self._endpoint.stream(request, item_type=generate.Output, among=workers)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                if piece := text.push(output):
-                    pieces.append(piece)
-                    _write(piece, on_text)
-                if text.stop_reason is not None or output.finish_reason is not None:
-                    is_length = output.finish_reason is generate.FinishReason.LENGTH
-                    finish_reason = "length" if is_length and text.stop_reason is None else "stop"
+                text, _ = choice.read(output)
+                for piece in choice.take_pieces(text):
+                    if isinstance(piece, parser.Reasoning):
+                        thoughts.append(piece.text)
+                        _write(piece.text, on_thought)
+                    else:
+                        pieces.append(piece if isinstance(piece, str) else _describe_call(piece))
+                        _write(pieces[-1], on_text)
+                if choice.is_over:
+                    is_length = choice.finish_reason is generate.FinishReason.LENGTH
+                    finish_reason = "length" if is_length else "stop"
                     break
         return Answer(
             text="".join(pieces),
             finish_reason=finish_reason,
             prompt_tokens=request.prompt_len,
-            completion_tokens=text.num_tokens,
+            completion_tokens=choice.text.num_tokens,
             duration_s=self._clock.now() - began_at,
+            thoughts="".join(thoughts),
         )
+
+    def _make_choice(
+        self, chat_request: openai_chat.ChatRequest, prepared: preprocessor.Prepared
+    ) -> choices.Choice:
+        """Return what reads the answer: its text, and its thoughts and calls where the model's format is known."""
+        parsers = prepared.parsers
+        text = self._processor.make_answer_text(
+            prepared.request, chat_request, shows_marks=parsers is not None
+        )
+        if parsers is None:
+            return choices.Choice(0, text, has_logprobs=False)
+        return choices.ParsedChoice(
+            0, text, parsers, has_logprobs=False, is_single_call=prepared.is_single_call
+        )
+
+
+def _describe_call(call: choices.Call) -> str:
+    return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n'
 
 
 async def connect(

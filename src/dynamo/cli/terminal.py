@@ -58,6 +58,8 @@ class AnswerView:
         self._has_styles = self._is_terminal and not is_plain
         width = shutil.get_terminal_size().columns if self._is_terminal else 2**31
         self._writer = markdown.MarkdownWriter(width, has_styles=self._has_styles)
+        self._thoughts = markdown.MarkdownWriter(width, has_styles=False)
+        self._is_thinking = False
         self._spinner = status.Status("", console=console.Console()) if self._is_terminal else None
         self._began_at = time.monotonic()
         self._first_at: float | None = None
@@ -66,14 +68,32 @@ class AnswerView:
 
     def show(self, text: str) -> None:
         """Show a piece of the answer."""
+        self._begin()
+        if self._is_thinking:
+            self._is_thinking = False
+            self._print(self._dimmed(self._thoughts.finish()) + "\n\n")
+        self._print(self._writer.push(text) if self._is_terminal else text)
+
+    def show_thought(self, text: str) -> None:
+        """Show a piece of what the model thinks before its answer, on a terminal."""
+        if self._is_terminal:
+            self._begin()
+            self._is_thinking = True
+            self._print(self._dimmed(self._thoughts.push(text)))
+
+    def _begin(self) -> None:
         if self._first_at is None:
             self._first_at = time.monotonic()
             self._stop_spinner()
-        self._print(self._writer.push(text) if self._is_terminal else text)
+
+    def _dimmed(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._has_styles and text else text
 
     def end(self, answer: session.Answer | None = None) -> None:
         """Show what was held back, and how quick the answer was; None: it was stopped or failed."""
         self._stop_spinner()
+        if self._is_thinking:
+            self._print(self._dimmed(self._thoughts.finish()))
         self._print(self._writer.finish() + "\n")
         if answer is None or not self._is_terminal or self._first_at is None:
             return
@@ -83,7 +103,7 @@ class AnswerView:
             speed = f"{(answer.completion_tokens - 1) / generated_s:.1f} tokens/s, "
         first_s = self._first_at - self._began_at
         line = f"({answer.completion_tokens} tokens, {speed}first after {first_s:.2f} s)"
-        self._print(f"\x1b[2m{line}\x1b[0m\n" if self._has_styles else f"{line}\n")
+        self._print(self._dimmed(line) + "\n")
 
     def _stop_spinner(self) -> None:
         if self._spinner is not None:
@@ -145,10 +165,11 @@ class TerminalConversation:
         conversation = [*self._messages, {"role": "user", "content": text}]
         view, answer = AnswerView(), None
         try:
-            answer = self._loop.call(self._talk.chat(conversation, view.show, **self._options))
+            answering = self._talk.chat(conversation, view.show, view.show_thought, **self._options)
+            answer = self._loop.call(answering)
         finally:
             view.end(answer)
-        self._messages = [*conversation, {"role": "assistant", "content": answer.text}]
+        self._messages = [*conversation, answer.message]
 
     def _execute(self, name: str, rest: str = "") -> None:
         """Execute a command. Raises InvalidRequest for an unknown one."""

@@ -6,8 +6,10 @@ of a tool call are an object, and an absent value is a missing key rather than n
 `developer`.
 """  # decider
 
+import hashlib
 import itertools
 import json
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +29,7 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
 _END_MARK = "\u2063CONTINUE HERE\u2063"  # no text of a person has it
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ROLES = frozenset(ROLES)
 _LEADING_ROLES = ("system", "developer")
 _MEDIA = frozenset(("input_audio", "audio_url", "video_url", "file", "image", "audio"))
@@ -89,6 +92,21 @@ def to_function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def complete_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the functions with a type and properties of their parameters, which some templates read without a test."""
+    return [
+        {**tool, "function": _with_properties(tool["function"])} if "function" in tool else tool
+        for tool in tools
+    ]
+
+
+def _with_properties(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        return function
+    return {**function, "parameters": {"type": "object", "properties": {}, **parameters}}
+
+
 def custom_input(arguments: str) -> str:
     """Return the text that a call of a custom tool carries."""
     try:
@@ -103,17 +121,24 @@ def adapt_for_template(
     knows_developer: bool = False,
     wants_text_arguments: bool = False,
     reads_thinking: bool = False,
+    reads_null: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the messages in the form of chat templates, without changing any in place.
 
     A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON;
-    with `reads_thinking` the thoughts of an answer are its `thinking`, too.
+    with `reads_thinking` the thoughts of an answer are its `thinking`, too. The content of a call without a text is
+    null with `reads_null`, for templates that know calls by it, and else the empty text: most templates would write the
+    word None, or fail.
     """
-    return [
+    adapted = [
         message
         if _is_plain(message)
         else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
         for message in messages
+    ]
+    empty = None if reads_null else ""
+    return [
+        {**message, "content": empty} if _has_no_text(message) else message for message in adapted
     ]
 
 
@@ -172,6 +197,28 @@ def name_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _named(call: dict[str, Any], number: int) -> dict[str, Any]:
     return {**call, "id": f"functions.{call['function']['name']}:{number}"}
+
+
+def shorten_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of calls that have nine letters and digits, as ours do.
+
+    Mistral's templates refuse others, which a client brings from another server.
+    """
+    shortened = []
+    for message in messages:
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            message = {**message, "tool_call_id": _short_id(call_id)}
+        if calls := message.get("tool_calls"):
+            calls = [{**call, "id": _short_id(str(call.get("id")))} for call in calls]
+            message = {**message, "tool_calls": calls}
+        shortened.append(message)
+    return shortened
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def text_of(content: Any) -> str:
@@ -291,12 +338,18 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
+def _has_no_text(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    return content is None or (content == "" and "tool_calls" in message)
+
+
 def _adapt(
     message: dict[str, Any], knows_developer: bool, wants_text_arguments: bool, reads_thinking: bool
 ) -> dict[str, Any]:
     adapted = {
         key: value for key, value in message.items() if value is not None or key == "content"
     }
+    adapted.setdefault("content", None)  # an assistant's, which some clients leave out beside calls
     if adapted["role"] == "developer" and not knows_developer:
         adapted["role"] = "system"
     if isinstance(content := adapted.get("content"), list):

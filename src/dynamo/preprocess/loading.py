@@ -107,7 +107,8 @@ def load_preprocessor(
         or ""
     )
     with_tools = files.read_text("additional_chat_templates/tool_use.jinja") or with_tools
-    special_tokens = _special_tokens(tokenizer_config)
+    older = files.read_json("special_tokens_map.json")  # where older models have them
+    special_tokens = _special_tokens(older) | _special_tokens(tokenizer_config)
     chat_template = None
     if plain:
         chat_template = template.ChatTemplate(
@@ -137,10 +138,10 @@ def load_preprocessor(
     return preparer
 
 
-def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return `bos_token` and the other special tokens; the file has each as a text, or in an object."""
     tokens = {}
-    for name, token in tokenizer_config.items():
+    for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text

@@ -238,7 +238,7 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
         )
 
 
-EFFORT = "reasoning_effort"
+EFFORTS = ("reasoning_effort", "thinking_effort")  # the second in Kimi K3's template
 SWITCHES = ("enable_thinking", "thinking")
 NO_EFFORT = "none"  # the effort that disables thinking
 _TTL_S = {"5m": 300, "1h": 3600, "24h": 86_400}
@@ -253,8 +253,8 @@ def make_effort_args(
     Raises InvalidRequest, which names `param`, if the model thinks and its template cannot be told not to.
     """
     args: dict[str, Any] = {name: effort != NO_EFFORT for name in SWITCHES if name in variables}
-    if EFFORT in variables and effort != NO_EFFORT:
-        args[EFFORT] = effort
+    if effort != NO_EFFORT:
+        args |= {name: effort for name in EFFORTS if name in variables}
     if not args and effort == NO_EFFORT and can_think:
         raise errors.InvalidRequest.of_param(
             param,

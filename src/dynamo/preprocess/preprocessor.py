@@ -5,6 +5,7 @@ It is built from the model card (`loading`). It also makes the decoders for the 
 
 import copy
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -348,20 +349,31 @@ class Preprocessor:
             knows_developer=chat_template.knows_developer,
             wants_text_arguments=chat_template.needs_text_arguments,
             reads_thinking=chat_template.reads_thinking,
+            reads_null=chat_template.reads_null,
         )
         if chat_template.writes_call_ids:
             messages = conversation.name_calls(messages)
+        if chat_template.needs_short_ids:
+            messages = conversation.shorten_ids(messages)
         is_continued = bool(request.continue_final_message)
         if is_continued:
             messages = conversation.mark_end(messages)
-        if self._images.max_images > 0 and chat_template.needs_parts:
+        if chat_template.needs_parts:
             messages = conversation.split_texts(messages)
-        prompt = await chat_template.render(
+        render = functools.partial(
+            chat_template.render,
             messages,
-            tools=(request.allowed_tools or None) if request.tools else None,
             add_generation_prompt=not is_continued and request.add_generation_prompt is not False,
             args=args,
         )
+        tools = (request.allowed_tools or None) if request.tools else None
+        try:
+            prompt = await render(tools=tools)
+        except errors.InvalidRequest:
+            completed = conversation.complete_tools(tools or [])
+            if completed == (tools or []):
+                raise
+            prompt = await render(tools=completed)
         return conversation.cut_at_mark(prompt) if is_continued else prompt
 
     async def _tokenize_all(

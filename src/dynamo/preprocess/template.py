@@ -54,6 +54,11 @@ _RUNTIME_ERRORS = (
 _LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
 _THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a message
+_DEVELOPER = re.compile(r"""['"]developer['"]""")  # the role: other words speak of developers
+# A test whether a content is null.
+_NULL = re.compile(r"""\bcontent(['"]\s*[\])])?\s*(is(\s+not)?|[!=]=)\s*none\b""", re.IGNORECASE)
+_SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")  # of calls, in Mistral's templates
+_SAMPLE = "a text to look for in a prompt"
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 
 
@@ -84,13 +89,34 @@ class ChatTemplate:
         self._with_tools = (
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
-        self.knows_developer = "developer" in source
-        self.needs_parts = _PART_TYPE.search(source) is not None and "is string" not in source
+        self.knows_developer = _DEVELOPER.search(source) is not None
+        self.needs_parts = (
+            _PART_TYPE.search(source) is not None
+            and "is string" not in source
+            and not self._shows(_SAMPLE)
+            and self._shows([{"type": "text", "text": _SAMPLE}])
+        )
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
+        self.needs_short_ids = _SHORT_IDS.search("\n".join(sources)) is not None
         self.reads_thinking = _THINKING.search("\n".join(sources)) is not None
+        self.reads_null = _NULL.search("\n".join(sources)) is not None
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
+
+    def _shows(self, content: Any) -> bool:
+        """Return whether the prompt of one message with this content has the sample text."""
+        variables = {
+            **self._constants,
+            "messages": [{"role": "user", "content": content}],
+            "tools": None,
+            "add_generation_prompt": False,
+        }
+        try:
+            budget = sandbox.Budget(QUICK_STEPS, MAX_RENDER_S, self._now)
+            return _SAMPLE in _join(self._plain, variables, budget)
+        except (sandbox.LimitExceeded, *_RUNTIME_ERRORS):
+            return False
 
     async def replaced_by(self, source: str) -> "ChatTemplate":
         """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""

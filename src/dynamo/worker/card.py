@@ -168,12 +168,12 @@ def describe(path: Path) -> model_card.ModelFile:
 
 
 def _has_chat_template(directory: Path) -> bool:
-    if any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    if any((directory / name).is_file() for name in _TEMPLATES[:2]):
         return True
     config = directory / "tokenizer_config.json"
     try:
-        return config.is_file() and "chat_template" in json.loads(config.read_text("utf-8"))
-    except ValueError as error:
+        return config.is_file() and bool(json.loads(config.read_bytes()).get("chat_template"))
+    except (ValueError, AttributeError) as error:
         raise errors.ConfigError(f"{config}: expected a JSON object: {error}") from error
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -39,9 +39,9 @@ HUB_TIMEOUT_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5)
 _ABANDONED_S = 3600.0
 PART = ".part"
 _AT_ONCE = 8
+_ORIGINAL, _CONSOLIDATED = "original/", "consolidated"  # beginnings of names of copies
 _REPORT_S = 10.0  # between two lines, where the output is no terminal
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_UNREAD = "original/*"  # the weights once more, as their makers have them: of gpt-oss as much again
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
 constants.DOWNLOAD_CHUNK_SIZE = 2**18
@@ -76,12 +76,13 @@ def find(
     folder = _folder(name)
     _remove_abandoned(folder)
     files = _files_at_hub(name, patterns)
+    copies = [f"{_ORIGINAL}*"] if files is None else files.copies
     if on_download is not None:
         on_download(name, folder, (files and sum(files.sizes.values())) or None)
     try:
         if files is not None:
             fetch_large_files(name, files.commit, list(files.sizes), folder)
-        return Path(_snapshot(name, patterns, cached=False))
+        return Path(_snapshot(name, patterns, cached=False, copies=copies))
     except hub_errors.GatedRepoError as error:
         raise errors.ConfigError(
             f"model {name!r} needs its owner's permission: accept its terms on the hub and set HF_TOKEN"
@@ -118,10 +119,11 @@ def _remove_abandoned(folder: Path) -> None:
 class _HubFiles(NamedTuple):
     commit: str
     sizes: dict[str, int]  # in bytes, by path
+    copies: list[str]  # of the weights, which are not fetched
 
 
 def _files_at_hub(name: str, patterns: tuple[str, ...]) -> _HubFiles | None:
-    """Return the newest commit of a model and the bytes of its files, None if the hub does not tell."""
+    """Return the newest commit of a model and its files, None if the hub does not tell."""
     try:
         model = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
     except _HUB_FAILURES:  # the download says what is wrong
@@ -130,16 +132,30 @@ def _files_at_hub(name: str, patterns: tuple[str, ...]) -> _HubFiles | None:
         sibling.rfilename: sibling.size or 0
         for sibling in model.siblings or ()
         if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
-        and not fnmatch.fnmatch(sibling.rfilename, _UNREAD)
     }
-    return _HubFiles(commit=model.sha or "main", sizes=sizes)
+    copies = _find_copies(sizes)
+    for path in copies:
+        del sizes[path]
+    return _HubFiles(commit=model.sha or "main", sizes=sizes, copies=copies)
 
 
-def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
+def _find_copies(paths: Collection[str]) -> list[str]:
+    """Return the files that have the weights once more, in the form of the software of the model's makers."""
+    weights = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
+    copies = [path for path in weights if path.startswith(_CONSOLIDATED)]
+    return [
+        *(path for path in paths if path.startswith(_ORIGINAL)),
+        *(copies if len(copies) < len(weights) else ()),
+    ]
+
+
+def _snapshot(
+    name: str, patterns: tuple[str, ...], *, cached: bool, copies: Sequence[str] = ()
+) -> str:
     return huggingface_hub.snapshot_download(
         name,
         allow_patterns=list(patterns),
-        ignore_patterns=_UNREAD,
+        ignore_patterns=list(copies),
         etag_timeout=HUB_TIMEOUT_S,
         local_files_only=cached,
     )

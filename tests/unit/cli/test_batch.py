@@ -61,6 +61,16 @@ async def test_failed_request_does_not_stop_later_requests():
     assert str(summary) == "3 lines, 1 failed, 4 tokens in 2.0 s: 2.0 tokens/s"
 
 
+async def test_thoughts_of_an_answer_stand_beside_it():
+    class Thinker:
+        async def chat(self, messages, **fields):
+            return session.Answer("4", "stop", 3, 2, 0.25, "2 + 2")
+
+    rows, _ = await batch.run(Thinker(), [parse('{"text": "?"}')], defaults={}, now=lambda: 0.0)
+
+    assert (rows[0]["response"], rows[0]["reasoning_content"]) == ("4", "2 + 2")
+
+
 async def test_custom_id_of_a_line_is_one_of_its_answer_and_of_its_error():
     lines = [parse(json.dumps({"text": text, "custom_id": f"id {text}"})) for text in ("a", "fail")]
     rows, _ = await batch.run(Talk(), lines, defaults={}, now=lambda: 0.0)

@@ -10,6 +10,8 @@ from tests.unit.cli.scripted_talks import Loop, Talk
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.cli import session
+from dynamo.preprocess import preprocessor
+from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate
 
 
@@ -30,6 +32,9 @@ class Text:
 class Processor:
     """Takes the place of a model's preprocessor."""
 
+    def __init__(self, parsers=None):
+        self.parsers, self.shown = parsers, None
+
     async def prepare_conversation(self, request, request_id):
         packed = generate.Request(
             id=request_id,
@@ -37,9 +42,10 @@ class Processor:
             token_ids=b"1234",
             sampling_options=generate.SamplingOptions(n=request.n or 1),
         )
-        return type("Prepared", (), {"request": packed})()
+        return preprocessor.Prepared(packed, None, parsers=self.parsers)
 
-    def make_answer_text(self, request):
+    def make_answer_text(self, request, shown=None, *, shows_marks=False):
+        self.shown = shown
         return Text()
 
 
@@ -72,8 +78,9 @@ async def find_workers():
     return {1}
 
 
-def talk(endpoint):
-    return session.Session(endpoint, Processor(), "m", clocks.SystemClock(), find_workers)
+def talk(endpoint, processor=None):
+    processor = processor or Processor()
+    return session.Session(endpoint, processor, "m", clocks.SystemClock(), find_workers)
 
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -90,6 +97,35 @@ async def test_text_is_passed_on_as_each_output_arrives(end, expected):
 
     assert pieces == ["a", "bc"]
     assert answer[:4] == ("abc", expected, 1, 3)
+
+
+async def test_thoughts_are_no_part_of_the_text():
+    parsers = formats.select_format(None, "basic", "").parsers("", None)
+    outputs = said("<think>hm"), said("</think>yes.", generate.FinishReason.EOS)
+    pieces, thoughts = [], []
+    answer = await talk(Endpoint(*outputs), Processor(parsers)).chat(
+        ASKED, pieces.append, thoughts.append
+    )
+
+    assert (answer.text, answer.thoughts) == ("yes.", "hm")
+    assert ("".join(pieces), "".join(thoughts)) == ("yes.", "hm")
+    assert answer.message == {"role": "assistant", "content": "yes.", "reasoning_content": "hm"}
+
+
+async def test_call_is_a_line_of_text_with_its_name_and_arguments():
+    parsers = formats.select_format("mistral", None, "").parsers("", {"f": {}})
+    outputs = said('[TOOL_CALLS]f[ARGS]{"a": 1} ', generate.FinishReason.EOS)
+    answer = await talk(Endpoint(outputs), Processor(parsers)).chat(ASKED, stream=True)
+
+    assert answer.text == '{"name": "f", "arguments": {"a": 1}}\n'
+
+
+async def test_option_of_special_tokens_reaches_the_text():
+    processor = Processor()
+    end = said("a", generate.FinishReason.LENGTH)
+    await talk(Endpoint(end), processor).chat(ASKED, skip_special_tokens=False)
+
+    assert processor.shown.skip_special_tokens is False
 
 
 async def test_field_named_as_an_argument_of_ours_is_refused_like_any_unknown_one():

@@ -47,6 +47,31 @@ def test_answers_stay_in_the_conversation(say, scripted_talk):
     assert scripted_talk.seen == [["one"], ["one", "answer 1", "two"]]
 
 
+def test_thoughts_stay_in_the_conversation_beside_the_answer(say, scripted_talk, capsys):
+    scripted_talk.thoughts = "hm"
+    say("one", "two")
+
+    assert scripted_talk.messages[1] == {
+        "role": "assistant",
+        "content": "answer 1",
+        "reasoning_content": "hm",
+    }
+    assert "hm" not in capsys.readouterr().out  # which is no terminal
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("xterm", "\x1b[2mhm\x1b[0m\n\n"), ("dumb", "hm\n\n")])
+def test_terminal_shows_thoughts_before_the_answer(monkeypatch, capsys, kind, shown):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", kind)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    view = terminal.AnswerView()
+    view.show_thought("h\x1bm")
+    view.show("yes ")
+    view.end()
+
+    assert shown + "yes" in capsys.readouterr().out
+
+
 def test_clear_begins_anew(say, scripted_talk):
     say("one", "/clear", "two")
 

@@ -45,6 +45,25 @@ def test_null_fields_other_than_content_are_removed():
     assert adapt(message) == {"role": "assistant", "content": None}
 
 
+def test_content_that_a_call_leaves_out_is_null():
+    message = calling("{}")
+    del message["content"]
+
+    assert adapt(message) == adapt(calling("{}"))
+    assert adapt(message)["content"] is None
+
+
+def test_content_of_a_call_is_an_empty_text_for_a_template_that_reads_no_null():
+    assert adapt(calling("{}"), reads_null=False) == {**adapt(calling("{}")), "content": ""}
+
+
+def test_empty_text_of_a_call_is_null_for_a_template_that_reads_it():
+    message = {**calling("{}"), "content": ""}
+
+    assert adapt(message)["content"] is None
+    assert adapt({"role": "assistant", "content": "", "name": "a"})["content"] == ""
+
+
 def test_empty_list_of_tool_calls_is_removed():
     message = {"role": "assistant", "content": "Hi", "tool_calls": []}
 

@@ -9,6 +9,7 @@ QWEN = frozenset({"messages", "enable_thinking"})
 DEEPSEEK = frozenset({"messages", "thinking"})
 GPT_OSS = frozenset({"messages", "reasoning_effort"})
 BOTH = GPT_OSS | QWEN
+KIMI_K3 = frozenset({"messages", "thinking", "thinking_effort"})
 PLAIN = frozenset({"messages"})
 
 
@@ -20,6 +21,8 @@ PLAIN = frozenset({"messages"})
         ("high", DEEPSEEK, {"thinking": True}),
         ("high", GPT_OSS, {"reasoning_effort": "high"}),
         ("none", BOTH, {"enable_thinking": False}),
+        ("low", KIMI_K3, {"thinking": True, "thinking_effort": "low"}),
+        ("none", KIMI_K3, {"thinking": False}),
         ("xhigh", BOTH, {"enable_thinking": True, "reasoning_effort": "xhigh"}),
     ],
 )

@@ -122,6 +122,22 @@ async def test_template_that_knows_parts_only_gets_parts(make_model):
     assert prepared.prompt == "Be brief.大丈夫What is it?"
 
 
+async def test_template_that_knows_parts_only_gets_parts_of_a_model_of_text(make_model):
+    prepared = await prepare(make_model(max_images=0, source=PARTS_ONLY), text("What is it?"))
+
+    assert prepared.prompt == "Be brief.What is it?"
+
+
+async def test_template_that_reads_the_types_of_tools_gets_texts(make_model):
+    source = (
+        "{% for t in tools or [] %}{{ t.type }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    prepared = await prepare(make_model(source=source), text("What is it?"))
+
+    assert prepared.prompt == "Be brief.What is it?"
+
+
 async def test_answer_is_continued_by_a_template_that_knows_parts_only(make_model):
     request = openai_chat.ChatRequest(
         model="m",

@@ -115,6 +115,14 @@ async def test_special_tokens_are_texts_or_objects(model):
     assert await prompt_of(model) == "<s><|im_end|>False"
 
 
+async def test_special_tokens_of_older_models_are_in_a_file_of_their_own(model):
+    template = "{{ bos_token }}{{ eos_token }}"
+    write(model, "tokenizer_config.json", chat_template=template, eos_token="<|im_end|>")
+    write(model, "special_tokens_map.json", bos_token={"content": "<s>"}, eos_token="</s>")
+
+    assert await prompt_of(model) == "<s><|im_end|>"
+
+
 async def test_end_tokens_and_defaults_come_from_all_files(model, byte_level):
     write(model, "tokenizer_config.json", chat_template="Hi", eos_token="<|im_end|>")
     write(model, "config.json", eos_token_id=3, vocab_size=1000)

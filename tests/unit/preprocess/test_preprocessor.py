@@ -172,6 +172,95 @@ async def test_ids_of_calls_name_the_tool_for_a_template_that_writes_no_names(by
     )
 
 
+# As Mistral's.
+SHORT_IDS = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}{% if t.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ t.id }} {% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call_id", ["call_Zu7SXuhJFVJlO", "a"])
+async def test_id_of_another_server_is_taken_by_a_template_that_refuses_all_but_short_ones(
+    byte_level, call_id
+):
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [called(call_id, "sun", "{}")]},
+        {"role": "tool", "tool_call_id": call_id, "content": "3"},
+    ]
+    model = made_of(byte_level, SHORT_IDS)
+    prompt = (await model.prepare_conversation(chat(messages=messages), "r")).prompt
+    of_call, of_result = prompt.removesuffix(";").split()
+
+    assert of_call == of_result
+    assert of_call.isalnum()
+
+
+@pytest.mark.parametrize("test", ["!= 9", "< 9", "!=9"])
+def test_template_that_tests_the_length_of_ids_needs_short_ones(test):
+    source = "{% if t.id|length " + test + " %}{% endif %}"
+
+    assert chat_templates.compiled(source).needs_short_ids
+    assert not chat_templates.compiled(WITH_IDS).needs_short_ids
+
+
+async def test_short_id_is_unchanged(byte_level):
+    messages = [{"role": "tool", "tool_call_id": "a1B2c3D4e", "content": "3"}]
+    prepared = await made_of(byte_level, SHORT_IDS).prepare_conversation(
+        chat(messages=messages), "r"
+    )
+
+    assert prepared.prompt == "a1B2c3D4e;"
+
+
+# As Seed-OSS's.
+WITH_PROPERTIES = (
+    "{% for t in tools %}{{ t.function.name }}:{{ t.function.parameters.type }}"
+    "{% for name, spec in t.function.parameters.properties.items() %} {{ name }}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object"}}])
+async def test_tool_without_properties_is_shown_by_a_template_that_reads_them(
+    byte_level, parameters
+):
+    tools = [{"type": "function", "function": {"name": "now", **parameters}}]
+    model = preprocessor.Preprocessor(
+        tokenizer=byte_level,
+        chat_template=chat_templates.compiled(WITH_PROPERTIES),
+        context_length=CONTEXT,
+        vocab_size=byte_level.num_ids,
+        eos_token_ids=(2,),
+        defaults=options.GenerationDefaults(),
+        answer_format=formats.select_format("hermes", "none", ""),
+    )
+
+    assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == "now:object;"
+
+
+# As those of GLM and MiniMax.
+WITH_TEXTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% elif m.content is iterable %}{{ m.content[0] }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+)
+# As those of DeepSeek's first models.
+WITH_NULL = (
+    "{% for m in messages %}{{ 'call' if m['content'] is none else m['content'] }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+@pytest.mark.parametrize(("source", "prompt"), [(WITH_TEXTS, "Hi;;3;"), (WITH_NULL, "Hi;call;3;")])
+async def test_content_of_a_call_is_null_only_for_a_template_that_tests_for_it(
+    byte_level, source, prompt, content
+):
+    call = {"role": "assistant", **content, "tool_calls": [called("a", "sun", "{}")]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "3"}
+    request = chat(messages=[{"role": "user", "content": "Hi"}, call, result])
+
+    assert (await made_of(byte_level, source).prepare_conversation(request, "r")).prompt == prompt
+
+
 async def test_completion_prompt_gets_the_tokenizers_special_tokens(sentencepiece_like):
     (prepared,) = await completions.prepare(made_of(sentencepiece_like), completion("The cat"), "r")
     first = blocks.unpack(prepared.request.token_ids)[0]

@@ -373,6 +373,31 @@ def test_template_says_whether_it_knows_the_developer_role():
     assert not chat_templates.compiled(chat_templates.CHATML).knows_developer
 
 
+def test_template_that_speaks_of_developers_does_not_know_their_role():
+    source = "Your defaults, unless the developer preamble says otherwise. {{ messages }}"
+
+    assert not chat_templates.compiled(source).knows_developer
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "message['content'] is none",
+        'message["content"] is not none',
+        "message.content != None",
+        "message.get('content') is none",
+        "content is not none",
+    ],
+)
+def test_template_that_tests_for_null_reads_it(test):
+    assert chat_templates.compiled("{% if " + test + " %}x{% endif %}").reads_null
+
+
+@pytest.mark.parametrize("source", [chat_templates.CHATML, "{% if message.content %}{% endif %}"])
+def test_template_without_such_a_test_reads_no_null(source):
+    assert not chat_templates.compiled(source).reads_null
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [

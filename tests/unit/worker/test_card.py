@@ -100,7 +100,10 @@ def test_card_has_the_facts_of_the_engine(directory):
     assert built.runtime_config.total_kv_blocks == FACTS.total_kv_blocks
 
 
-def test_model_without_a_chat_template_has_no_chat_api(directory):
+@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": ""}])
+def test_model_without_a_chat_template_has_no_chat_api(directory, config):
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
     assert build(directory).model_type == (model_card.ModelType.COMPLETIONS,)
 
 

@@ -96,6 +96,40 @@ def test_part_of_a_model_can_be_removed(puller, monkeypatch, capsys):
     assert not puller.part.exists()
 
 
+CONFIGURATION = ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "fetched"),
+    [
+        (["model-1.safetensors", "original/model.safetensors"], ["model-1.safetensors"]),
+        (["model-1.safetensors", "consolidated.safetensors"], ["model-1.safetensors"]),
+        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        (["model.safetensors", "2_Dense/model.safetensors"],) * 2,
+    ],
+)
+def test_weights_are_fetched_once(tmp_path, monkeypatch, weights, fetched):
+    siblings = [SimpleNamespace(rfilename=path, size=1) for path in CONFIGURATION + weights]
+    model = SimpleNamespace(sha="1", siblings=siblings)
+    hub = SimpleNamespace(model_info=lambda name, **_: model)
+    large, ignored = [], []
+
+    def snapshot_download(name, *, local_files_only, ignore_patterns, **_):
+        ignored[:] = ignore_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub_models.huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(hub_models.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub_models.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        hub_models, "fetch_large_files", lambda name, _, paths, __: large.extend(paths)
+    )
+    hub_models.find("org/model", ("*.json", "*.safetensors"), is_whole=lambda _: False)
+
+    assert large == CONFIGURATION + fetched
+    assert ignored == [path for path in weights if path not in fetched]
+
+
 @pytest.fixture
 def fetch(tmp_path, monkeypatch):
     """Fetch a file of ten bytes into `tmp_path`; return where the hub was asked to begin."""

@@ -183,9 +183,7 @@ class TaggedPreview(CallPreview):
         self._schema: Any = None
         self._is_text = False  # the value is a text, which is returned as it comes
         self._num_arguments = 0
-        self._closers = stop_strings.cached_markers(
-            *filter(None, (reader.closing, reader.following, reader.end))
-        )
+        self._closers = stop_strings.cached_markers(*reader.value_ends)
         self._value: list[str] = []  # that is no text
 
     def _read_head(self) -> bool:
@@ -210,7 +208,7 @@ class TaggedPreview(CallPreview):
         self._emit((", " if self._num_arguments else "{") + call_syntax.dump(key) + ": ")
         self._num_arguments += 1
         self._value, self._held = [], ""
-        self._step = TaggedPreview._read_start
+        self._step = type(self)._read_start
         return True
 
     def _read_start(self) -> bool:
@@ -224,7 +222,7 @@ class TaggedPreview(CallPreview):
         self._is_text = call_syntax.is_text(self._schema) and not text.startswith(nulls)
         self._emit('"' if self._is_text else "")
         self._text = text
-        self._step = TaggedPreview._read_value
+        self._step = type(self)._read_value
         return True
 
     def _read_value(self) -> bool:
@@ -232,29 +230,65 @@ class TaggedPreview(CallPreview):
         text, self._text = self._held + text, mark + following
         num_certain = len(text.rstrip()) if self._reader.trims else len(text)
         self._held = text[num_certain:]
-        if not mark:
+        behind = following.lstrip()
+        is_inside = mark == self._reader.closing and not behind.startswith(self._reader.follows)
+        if not mark or is_inside:
             self._add(text[:num_certain])
+            if is_inside and not any(each.startswith(behind) for each in self._reader.follows):
+                self._held, self._text = self._held + mark, following
+                return True
             return False
         is_over = mark == self._reader.end
         if is_over:
             self._held = ""
         self._add(text[:num_certain] + self._held.removesuffix("\n" * self._reader.trims))
-        if self._is_text:
-            self._emit('"')
-        else:
-            self._emit(
-                call_syntax.dump(call_syntax.convert_text("".join(self._value), self._schema))
-            )
-        self._step = None if is_over else TaggedPreview._read_key
+        self._end_value()
+        if is_over:
+            self._step = None
         if mark == self._reader.closing:
             self._text = following
         return True
+
+    def _end_value(self) -> None:
+        if self._is_text:
+            self._emit('"')
+        else:
+            value = call_syntax.convert_text("".join(self._value), self._schema)
+            self._emit(call_syntax.dump(value))
+        self._step = TaggedPreview._read_key
 
     def _add(self, text: str) -> None:
         if self._is_text:
             self._emit(call_syntax.dump(text)[1:-1])
         else:
             self._value.append(text)
+
+
+class NestedTagPreview(TaggedPreview):
+    """Previews arguments in tags: texts as they come, other values when they are complete; no nested ones."""
+
+    def __init__(self, reader: call_syntax.NestedTagReader, tools: parser.ToolSchemas) -> None:
+        super().__init__(reader, tools)
+        self._lead = stop_strings.cached_markers(reader.lead)
+        self._tag_end = re.compile(re.escape(reader.lead) + "</[^<>]*>")
+
+    def _read_start(self) -> bool:
+        text = self._text.lstrip()
+        if self._lead.begins(text):
+            return False
+        if self._lead.leading(text):  # an empty value, or tags
+            self._step = None
+            return False
+        return super()._read_start()
+
+    def _read_value(self) -> bool:
+        text, mark, following = self._lead.partition(self._text)
+        self._text = mark + following
+        self._add(text)
+        if self._take(self._tag_end) is None:
+            return False
+        self._end_value()
+        return True
 
 
 class PythonPreview(CallPreview):

@@ -1,146 +1,20 @@
-"""The syntax of tool calls: how far a call reaches in a growing text, and how its text is parsed.
-
-A call that is JSON ends with its last bracket, wherever a mark may stand in its strings; so brackets are counted, and a
-character that cannot stand there ends the call at once instead of consuming the answer. Other calls end at a mark.
+"""The syntax of tool calls.
 
 Each way of writing a call has a function that parses its text; it returns None for text that is no call. Arguments are
 passed on as the model wrote them wherever they are JSON already.
 """  # decider
 
 import ast
-import enum
 import json
 import re
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from dynamo.preprocess.parsers import parser
-
-MAX_CALL_CHARS = 2**18
-MAX_HEAD_CHARS = 256
-_MAX_DEPTH = 200
-_CLOSER = {"{": "}", "[": "]", "(": ")"}
-_JSON_CHARS = frozenset("{}[]:,+-.0123456789eE" + "true" + "false" + "null" + ' \t\r\n"')
-
-
-class CallState(enum.Enum):
-    """Whether a call goes on, is complete, or turned out to be none."""
-
-    OPEN = enum.auto()
-    COMPLETE = enum.auto()
-    BROKEN = enum.auto()
-
-
-class CallExtent(NamedTuple):
-    """The number of characters that belong to the call, and its state after them."""
-
-    num_chars: int
-    state: CallState
-
-
-class CallScanner(Protocol):
-    """Finds the end of one call."""
-
-    def push(self, text: str) -> CallExtent:
-        """Add text; return how much of it belongs to the call. Not to be called after the call has ended."""
-        ...
-
-
-class BracketScanner:
-    """Finds the end of a value in brackets.
-
-    `has_head`: text such as the tool's name may stand before the opening `{`. `allowed`: the characters outside of
-    strings; None: all.
-    """
-
-    def __init__(
-        self,
-        *,
-        quotes: str = '"',
-        allowed: frozenset[str] | None = _JSON_CHARS,
-        has_head: bool = False,
-    ) -> None:
-        self._quotes = quotes
-        self._allowed = allowed
-        self._has_head = has_head
-        self._num_head = 0  # characters before the value, white space at the beginning not counted
-        self._num_chars = 0
-        self._closers: list[str] = []
-        self._quote = ""
-        self._is_escaped = False
-
-    def push(self, text: str) -> CallExtent:
-        for at, char in enumerate(text):
-            state = self._take(char)
-            if state is not CallState.OPEN:
-                return CallExtent(at + (state is CallState.COMPLETE), state)
-        return CallExtent(len(text), CallState.OPEN)
-
-    def _take(self, char: str) -> CallState:
-        self._num_chars += 1
-        if self._num_chars > MAX_CALL_CHARS:
-            return CallState.BROKEN
-        if not self._closers:
-            return self._take_before(char)
-        if self._quote:
-            return self._take_quoted(char)
-        return self._take_bare(char)
-
-    def _take_before(self, char: str) -> CallState:
-        if char == "{" or (char == "[" and not self._num_head):
-            self._closers.append(_CLOSER[char])
-            return CallState.OPEN
-        if char.isspace() and not self._num_head:
-            return CallState.OPEN
-        self._num_head += 1
-        is_head = self._has_head and self._num_head <= MAX_HEAD_CHARS
-        return CallState.OPEN if is_head else CallState.BROKEN
-
-    def _take_quoted(self, char: str) -> CallState:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif char == "\\":
-            self._is_escaped = True
-        elif char == self._quote:
-            self._quote = ""
-        return CallState.OPEN
-
-    def _take_bare(self, char: str) -> CallState:
-        if char in self._quotes:
-            self._quote = char
-        elif char in _CLOSER:
-            self._closers.append(_CLOSER[char])
-        elif char in ")]}":
-            if self._closers.pop() != char:
-                return CallState.BROKEN
-            return CallState.OPEN if self._closers else CallState.COMPLETE
-        if self._allowed is not None and char not in self._allowed:
-            return CallState.BROKEN
-        return CallState.OPEN if len(self._closers) <= _MAX_DEPTH else CallState.BROKEN
-
-
-class MarkerScanner:
-    """Finds the end of a call that reaches up to a mark, the mark included."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self._tail = ""
-        self._num_chars = 0
-
-    def push(self, text: str) -> CallExtent:
-        window = self._tail + text
-        at = window.find(self._mark)
-        num_used = at + len(self._mark) - len(self._tail) if at >= 0 else len(text)
-        max_used = MAX_CALL_CHARS - self._num_chars
-        if num_used > max_used:
-            return CallExtent(max_used, CallState.BROKEN)
-        self._num_chars += num_used
-        self._tail = window[-(len(self._mark) - 1) :]
-        return CallExtent(num_used, CallState.COMPLETE if at >= 0 else CallState.OPEN)
-
 
 ParsedCalls = list[parser.ToolCall] | None
 
@@ -327,23 +201,38 @@ class TaggedCallReader:
     """Parses the name of a tool and its arguments between tags, up to the mark `end`.
 
     `head` is a pattern that finds the `name`, `opening` one that finds the `key` before each value, which ends at the
-    mark `closing`, or with `following` also before that mark, or at the end. With `trims` a line break at either end
-    of a value does not belong to it. A value is a text that the schema of the tool converts, unless `opening` finds an
-    `is_text` of "true" or "false"; a text may stand between the marks of XML for unparsed text (CDATA). Instead of the
-    arguments one JSON object may stand there, as the functions of Llama 3.1 have it.
+    mark `closing` if one of the marks `follows` or the end of the call stands behind it: a value may hold that mark,
+    and `end`. With `is_closed` false a value also ends before the first of `follows`, or at the end. With `trims` a
+    line break at either end of a value does not belong to it. A value is a text that the schema of the tool converts,
+    unless `opening` finds an `is_text` of "true" or "false", or a `kind` as JSON schema names them; a text may stand
+    between the marks of XML for unparsed text (CDATA). Instead of the arguments one JSON object may stand there, as the
+    functions of Llama 3.1 have it.
     """
 
     def __init__(
-        self, end: str, head: str, opening: str, closing: str, following: str = "", *, trims: bool
+        self,
+        end: str,
+        head: str,
+        opening: str,
+        closing: str,
+        follows: Sequence[str],
+        *,
+        trims: bool,
+        is_closed: bool = True,
     ) -> None:
         self.end = end
         self.head = re.compile(head)
         self.opening = re.compile(opening, re.DOTALL)
         self.closing = closing
-        self.following = following
+        self.follows = (*follows, end)
+        self.value_marks = (follows[0], closing) if is_closed else ()
+        self.value_ends = (closing,) if is_closed else (closing, follows[0], end)
         self.trims = trims
         self._next = re.compile(r"\s*" + opening, re.DOTALL)
-        self._value_end = re.compile(rf"{closing}|(?={following})|\Z" if following else closing)
+        value_end = rf"{re.escape(closing)}(?=\s*(?:{'|'.join(map(re.escape, follows))}|\Z))"
+        if not is_closed:
+            value_end += rf"|(?={re.escape(follows[0])})|\Z"
+        self._value_end = re.compile(value_end)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         body = text.removesuffix(self.end).strip()
@@ -387,15 +276,107 @@ class TaggedCallReader:
 
     def schema_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
         """Return the schema of the argument that a match of `opening` begins."""
-        is_text = argument.groupdict().get("is_text")
-        if is_text is not None:
+        groups = argument.groupdict()
+        if (is_text := groups.get("is_text")) is not None:
             return {"type": "string" if is_text == "true" else "any"}
+        if (kind := groups.get("kind")) is not None:
+            return {"type": kind}
         return types.get(argument["key"].strip())
 
     def _value_of(self, argument: re.Match[str], value: str, types: Mapping[str, Any]) -> Any:
         if value.startswith(UNPARSED_TEXT):
             return value.removeprefix(UNPARSED_TEXT).removesuffix("]]>")
         return convert_text(value, self.schema_of(argument, types))
+
+
+class NestedTagReader(TaggedCallReader):
+    """Parses the name of a tool, and arguments in tags with the names of their keys, up to the mark `end`.
+
+    Each tag stands behind the mark `lead`. A value is a text, which the schema converts; an object of which each member
+    has a tag; or a list with a tag `item` for each. A member of an object that comes twice has a list, too.
+    """
+
+    def __init__(self, end: str, head: str, lead: str) -> None:
+        opening = re.escape(lead) + r"<(?P<key>[^<>/\s]+)>"
+        super().__init__(end, head, opening, f"{lead}</", (lead,), trims=False, is_closed=False)
+        self.lead = lead
+        self._tags = re.compile(re.escape(lead) + r"<(/?)([^<>/\s]+)>")
+
+    def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+        body = text.removesuffix(self.end).strip()
+        head = self.head.match(body)
+        if head is None:
+            return None
+        name = head["name"].strip()
+        root = _Tag("", {"properties": self.types_of(name, tools)}, "")
+        before, *parts = self._tags.split(body[head.end() :])
+        try:
+            _nest(root, zip(parts[::3], parts[1::3], parts[2::3], strict=True))
+            members = [f"{dump(key)}: {dump(tag.read())}" for key, tag in root.members]
+        except _ERRORS:
+            return None
+        if before.strip():
+            return None
+        return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
+
+
+@dataclass(slots=True)
+class _Tag:
+    """The value between a tag and the one that closes it."""
+
+    key: str
+    schema: Any
+    text: str
+    members: list[tuple[str, "_Tag"]] = field(default_factory=list)
+
+    def read(self) -> Any:
+        """Return the value. Raises ValueError if text stands between members."""
+        if not self.members:
+            return self._read_text()
+        if self.text.strip():
+            raise ValueError("text between tags")
+        members = [(key, tag.read()) for key, tag in self.members]
+        if all(key == "item" for key, _ in members):
+            return [value for _, value in members]
+        values: dict[str, list[Any]] = {}
+        for key, value in members:
+            values.setdefault(key, []).append(value)
+        return {key: each if len(each) > 1 else each[0] for key, each in values.items()}
+
+    def _read_text(self) -> Any:
+        if not self.text.strip() and not is_text(self.schema):
+            for kind, empty in (("array", []), ("object", {})):
+                if _has_type(self.schema, kind):
+                    return empty
+        return convert_text(self.text, self.schema)
+
+    def schema_of(self, key: str) -> Any:
+        """Return the schema of the value of a tag within this one."""
+        schema = self.schema if isinstance(self.schema, dict) else {}
+        options = schema.get("anyOf", schema.get("oneOf"))
+        for each in (schema, *(options if isinstance(options, list) else ())):
+            properties = each.get("properties") if isinstance(each, dict) else None
+            if isinstance(properties, dict) and key in properties:
+                return properties[key]
+            if key == "item" and isinstance(each, dict) and "items" in each:
+                return each["items"]
+        return None
+
+
+def _nest(root: _Tag, tags: Iterable[tuple[str, str, str]]) -> None:
+    """Put each tag into the one that is open: a slash if it closes that, its key, and the text behind it."""
+    open_tags = [root]
+    for slash, key, text in tags:
+        tag = open_tags[-1]
+        if not slash:
+            open_tags.append(_Tag(key, tag.schema_of(key), text))
+            tag.members.append((key, open_tags[-1]))
+        elif tag.key != key or text.strip():
+            raise ValueError("no tag that this one closes")
+        else:
+            open_tags.pop()
+    if len(open_tags) > 1:
+        raise ValueError("an open tag")
 
 
 UNPARSED_TEXT = "<![CDATA["

@@ -1,4 +1,4 @@
-"""The formats of answers by name, which one a model's chat template shows, and the parsers of an answer.
+"""The formats of answers by name, and the parsers of an answer.
 
 The names are the original's, because users have them in their commands.
 """  # decider
@@ -9,13 +9,21 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import call_previews, call_syntax, harmony, parser
+from dynamo.preprocess.parsers import (
+    call_previews,
+    call_scanners,
+    call_syntax,
+    harmony,
+    parser,
+    template_signs,
+)
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat
 from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, ToolCallParser
 from dynamo.protocols import generate
 
-NONE = "none"  # the name that asks for no parser
+NONE = template_signs.NONE  # the name that asks for no parser
 _QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
+_INVOKED_NAME = r"[\"']?(?P<name>[^\"'<>]+)[\"']?>"
 
 
 def _named(
@@ -28,7 +36,7 @@ def _named(
         opens=(opens,),
         closes=closes,
         inner=inner,
-        make_scanner=lambda: call_syntax.BracketScanner(has_head=True),
+        make_scanner=lambda: call_scanners.BracketScanner(has_head=True),
         parse=reader,
         preview=lambda _: call_previews.NamedPreview(reader.head),
     )
@@ -44,9 +52,16 @@ def _tagged(
         opens=(opens,),
         inner=inner,
         closes=closes,
-        make_scanner=functools.partial(call_syntax.MarkerScanner, reader.end),
+        make_scanner=functools.partial(
+            call_scanners.MarkerScanner, reader.end, *reader.value_marks
+        ),
         parse=reader,
-        preview=functools.partial(call_previews.TaggedPreview, reader),
+        preview=functools.partial(
+            call_previews.NestedTagPreview
+            if isinstance(reader, call_syntax.NestedTagReader)
+            else call_previews.TaggedPreview,
+            reader,
+        ),
     )
 
 
@@ -56,20 +71,24 @@ def _function_tags(section: str, close: str) -> ToolCallFormat:
         r"(?P<name>[^<>]+)>",
         r"<parameter=(?P<key>[^<>]+)>",
         "</parameter>",
-        "<parameter=",
+        ("<parameter=", close),
         trims=True,
+        is_closed=False,
     )
-    return _tagged(reader, section=section, opens="<function=", closes=(close,))
+    form = _tagged(reader, section=section, opens="<function=", closes=(close,))
+    ends_thought = (f"{section}\n<function=", f"{section}<function=")
+    return dataclasses.replace(form, ends_thought=ends_thought)
 
 
 def _invoke_tags(section: str, close: str) -> ToolCallFormat:
     reader = call_syntax.TaggedCallReader(
         "</invoke>",
-        r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
+        _INVOKED_NAME,
         r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>",
         "</parameter>",
-        "<parameter name=",
+        ("<parameter name=", close),
         trims=True,
+        is_closed=False,
     )
     return _tagged(reader, section=section, opens="<invoke name=", closes=(close,))
 
@@ -82,6 +101,7 @@ def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
         _QUOTED_NAME,
         rf"<{tag}parameter name=\"(?P<key>[^\"<>]+)\" string=\"(?P<is_text>true|false)\">",
         f"</{tag}parameter>",
+        (f"<{tag}parameter", f"</{tag}{section}>"),
         trims=False,
     )
     return _tagged(
@@ -97,14 +117,14 @@ def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
     return ToolCallFormat(
         opens=(open_mark,),
         inner=(quote, end),
-        make_scanner=functools.partial(call_syntax.MarkerScanner, end),
+        make_scanner=functools.partial(call_scanners.MarkerScanner, end),
         parse=call_syntax.BareKeyReader(end, quote),
         preview=lambda _: call_previews.BareKeyPreview(end, quote),
     )
 
 
-def _python_list() -> call_syntax.BracketScanner:
-    return call_syntax.BracketScanner(quotes="'\"", allowed=None)
+def _python_list() -> call_scanners.BracketScanner:
+    return call_scanners.BracketScanner(quotes="'\"", allowed=None)
 
 
 def _preview_python(tools: parser.ToolSchemas) -> call_previews.CallPreview:
@@ -128,6 +148,7 @@ _GLM = _tagged(
         r"(?P<name>[\w.-]+)",
         r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
         "</arg_value>",
+        ("<arg_key>",),
         trims=False,
     ),
     opens="<tool_call>",
@@ -142,12 +163,42 @@ _PYTHONIC = ToolCallFormat(
     parse=call_syntax.parse_python_calls,
     preview=_preview_python,
 )
-_KIMI_K2 = _named(
-    r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
-    section="<|tool_calls_section_begin|>",
-    opens="<|tool_call_begin|>",
-    inner=("<|tool_call_argument_begin|>",),
-    closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+_KIMI_K2 = dataclasses.replace(
+    _named(
+        r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
+        opens="<|tool_call_begin|>",
+        inner=("<|tool_call_argument_begin|>",),
+        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+    ),
+    sections=_KIMI_SECTIONS,
+    ends_thought=_KIMI_SECTIONS,
+)
+_KIMI_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+_KIMI_K3 = _tagged(
+    call_syntax.TaggedCallReader(
+        "<|close|>call<|sep|>",
+        r"\"(?P<name>[^\"]+)\"[^<]*<\|sep\|>",
+        r"<\|open\|>argument key=\"(?P<key>[^\"]*)\" type=\"(?P<kind>\w+)\"<\|sep\|>",
+        "<|close|>argument<|sep|>",
+        ("<|open|>argument",),
+        trims=False,
+    ),
+    section="<|open|>tools<|sep|>",
+    opens="<|open|>call tool=",
+    inner=_KIMI_TOKENS,
+    closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+)
+_NAMESPACE = "]<]minimax[>["  # a token
+_MINIMAX_M3_CALLS = dataclasses.replace(
+    _tagged(
+        call_syntax.NestedTagReader(f"{_NAMESPACE}</invoke>", _INVOKED_NAME, _NAMESPACE),
+        section=f"{_NAMESPACE}<tool_call>",
+        opens=f"{_NAMESPACE}<invoke name=",
+        closes=(f"{_NAMESPACE}</tool_call>",),
+        inner=(_NAMESPACE,),
+    ),
+    ends_thought=(f"{_NAMESPACE}<tool_call>",),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
@@ -167,7 +218,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "olmo3": ToolCallFormat(
         opens=("<function_calls>",),
-        make_scanner=functools.partial(call_syntax.MarkerScanner, "</function_calls>"),
+        make_scanner=functools.partial(call_scanners.MarkerScanner, "</function_calls>"),
         parse=call_syntax.parse_python_lines,
         preview=_preview_python,
     ),
@@ -198,6 +249,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "deepseek_v41": _dsml_tags("calls", space=" "),
     "kimi_k2": _KIMI_K2,
     "kimi_k25": _KIMI_K2,
+    "kimi_k3": _KIMI_K3,
+    "kimi-k3": _KIMI_K3,
     "qwen3_coder": _QWEN_CODER,
     "qwen3_xml": _QWEN_CODER,
     "nemotron_nano": _QWEN_CODER,
@@ -205,6 +258,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "glm45": _GLM,
     "glm47": _GLM,
     "minimax_m2": _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>"),
+    "minimax_m3": _MINIMAX_M3_CALLS,
+    "minimax-m3": _MINIMAX_M3_CALLS,
     "dots": _invoke_tags("<dots_function_call>", "</dots_function_call>"),
     "step3": _tagged(
         call_syntax.TaggedCallReader(
@@ -212,6 +267,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
             r"<steptml:parameter name=\"(?P<key>[^\"<>]+)\">",
             "</steptml:parameter>",
+            ("<steptml:parameter",),
             trims=True,
         ),
         section="<｜tool_calls_begin｜>",
@@ -225,6 +281,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             _QUOTED_NAME,
             r"<param name=\"(?P<key>[^\"<>]+)\">",
             "</param>",
+            ("<param name=",),
             trims=True,
         ),
         opens="<function name=",
@@ -248,6 +305,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
             r"(?P<name>[\w.-]+)<tool_sep:opensource>",
             r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>",
             "</arg_value:opensource>",
+            ("<arg_key:opensource>",),
             trims=False,
         ),
         section="<tool_calls:opensource>",
@@ -255,7 +313,9 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         inner=("<tool_sep:opensource>",),
         closes=("</tool_calls:opensource>",),
     ),
-    "gigachat3": ToolCallFormat(opens=("<|function_call|>", "function call<|role_sep|>")),
+    "gigachat3": ToolCallFormat(
+        opens=("<|function_call|>", "function call<|role_sep|>"), inner=("<|role_sep|>",)
+    ),
     "longcat": ToolCallFormat(opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",)),
     "internlm": ToolCallFormat(
         sections=("<|action_start|>",), opens=("<|plugin|>",), closes=("<|action_end|>",)
@@ -280,24 +340,36 @@ _THINKING = (
 )  # fmt: skip
 _ALWAYS_THINKING = (
     "deepseek_r1", "step3", "nemotron_nano", "nemotron3", "nemotron_v3", "kimi_k25", "minimax_m2",
-    "minimax_append_think", "olmo3", "ernie45",
+    "minimax_append_think", "olmo3",
 )  # fmt: skip
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
 _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
 )
+_MINIMAX_M3 = ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",))
+_KIMI_CHANNELS = ReasoningFormat(
+    opens=("<|open|>think<|sep|>",),
+    closes=("<|close|>think<|sep|>",),
+    answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    tokens=_KIMI_TOKENS,
+)
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(_THINKING, _THINK),
     **dict.fromkeys(_ALWAYS_THINKING, _FORCED_THINK),
+    "ernie45": dataclasses.replace(_FORCED_THINK, answer=("<response>", "</response>")),
+    "hunyuan_a13b": dataclasses.replace(_THINK, answer=("<answer>", "</answer>")),
     "seed_oss": ReasoningFormat(opens=("<seed:think>",), closes=("</seed:think>",)),
-    "minimax_m3": ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",)),
+    "minimax_m3": _MINIMAX_M3,
+    "minimax-m3": _MINIMAX_M3,
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
     "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),
     "gemma4": _GEMMA_CHANNEL,
     "gemma-4": _GEMMA_CHANNEL,
     "mistral": ReasoningFormat(opens=("[THINK]",), closes=("[/THINK]",), is_forced=True),
+    "kimi_k3": _KIMI_CHANNELS,
+    "kimi-k3": _KIMI_CHANNELS,
     "kimi": ReasoningFormat(opens=("◁think▷",), closes=("◁/think▷",)),
     "granite": ReasoningFormat(
         opens=("Here is my thought process:", "Here's my thought process:"),
@@ -305,61 +377,6 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     ),
     "gpt_oss": ReasoningFormat(opens=(), closes=(), is_harmony=True),
 }
-
-
-# Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
-_TOOLS_BY_TEMPLATE = (
-    (("]<]minimax[>[",), NONE),  # MiniMax M3, whose nested tags are not read
-    (("<|channel|>",), "harmony"),
-    (("<seed:tool_call>",), "seed_oss"),
-    (("<function=",), "qwen3_coder"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("<dots_function_call>",), "dots"),
-    (("<steptml:invoke",), "step3"),
-    (("｜DSML｜", "function_calls"), "deepseek_v3_2"),
-    (("｜DSML｜ calls",), "deepseek_v41"),
-    (("｜DSML｜",), "deepseek_v4"),
-    (('<|"|>', "<|tool_call>"), "gemma4"),
-    (("<start_function_call>",), "functiongemma"),
-    (("<longcat_tool_call>",), "longcat"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<|tool_list_start|>",), "lfm2"),
-    (("<|function_call|>",), "gigachat3"),
-    (("function call", "<|role_sep|>"), "gigachat3"),
-    (("<tool_sep{}>",), "hy_v3"),  # its marks are put together in the template
-    (("<|START_ACTION|>",), "cohere_command"),
-    (("<|tools_prefix|>",), "apertus"),
-    (("<|action_start|>", "<|plugin|>"), "internlm"),
-    (("<function_calls>",), "olmo3"),
-    (("<function name=", "<param name="), "minicpm5"),
-    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v3_1"),
-    (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<TOOLCALL>",), "nemotron_deci"),
-    (("<|python_start|>",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (('{"name": function name, "parameters":',), "llama3_json"),
-    (("<|/tool_call|>",), "phi4"),
-    (("<|tool_call|>",), "granite"),
-    (("<tool_calls>",), "jamba"),
-    (("<arg_key>",), "glm45"),
-    (("<tool_call>",), "hermes"),
-    (("List of tools: [",), "lfm2"),  # all that the template of LFM 2.5 shows
-)
-_REASONING_BY_TEMPLATE = (
-    (("<|channel|>",), "gpt_oss"),
-    (("<|channel>thought",), "gemma4"),
-    (("</seed:think>",), "seed_oss"),
-    (("</mm:think>",), "minimax_m3"),
-    (("</longcat_think>",), "longcat"),
-    (("<think{}>",), "hy_v3"),
-    (("<|START_THINKING|>",), "cohere_command"),
-    (("</think>",), "basic"),
-    (("◁think▷",), "kimi"),
-    (("[THINK]",), "mistral"),
-    (("Here is my thought process",), "granite"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,14 +441,16 @@ class AnswerFormat:
         """
         if self._is_harmony:
             return parser.ParserFactory(lambda: harmony.HarmonyParser(tools, whole_tools))
-        thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
         if self.tools is None or tools is None:
-            return thoughts
+            return None if self.reasoning is None else self.reasoning.parsers(prompt)
         calls = functools.partial(
             ToolCallParser, self.tools, tools, is_forced=is_forced, whole_tools=whole_tools
         )
-        if thoughts is None:
+        if self.reasoning is None:
             return parser.ParserFactory(calls)
+        thoughts = self.reasoning.parsers(
+            prompt, call_opens=self.tools.ends_thought, call_closes=self.tools.closes
+        )
         return parser.ParserFactory(lambda: parser.ChainedParser(thoughts.new(), calls()))
 
     @property
@@ -457,17 +476,12 @@ def select_format(
     check_names(tool_parser, reasoning_parser)
     reasoning = REASONING_FORMATS.get(reasoning_parser or "")
     if reasoning_parser is None:
-        reasoning = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
+        reasoning = REASONING_FORMATS.get(template_signs.find_reasoning(template))
         # the prompt and the model decide whether it thinks
         if reasoning is not None and reasoning.is_forced:
             reasoning = dataclasses.replace(reasoning, is_forced=False)
-    return AnswerFormat(
-        TOOL_CALL_FORMATS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning
-    )
-
-
-def _guess(table: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str:
-    return next((name for parts, name in table if all(part in template for part in parts)), NONE)
+    tools = TOOL_CALL_FORMATS.get(tool_parser or template_signs.find_tools(template))
+    return AnswerFormat(tools, reasoning)
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Container
 
 from dynamo.preprocess import stop_strings
-from dynamo.preprocess.parsers import call_previews, call_syntax, parser
+from dynamo.preprocess.parsers import call_previews, call_scanners, call_syntax, parser
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -74,9 +74,9 @@ class HarmonyParser(parser.StateMachineParser):
 
     def _read_header(self) -> bool:
         header, end, following = _HEADER_END.partition(self._text)
-        if len(header) > call_syntax.MAX_HEAD_CHARS:  # it is no header
-            self._emit(parser.Content, self._text[: call_syntax.MAX_HEAD_CHARS])
-            self._text = self._text[call_syntax.MAX_HEAD_CHARS :]
+        if len(header) > call_scanners.MAX_HEAD_CHARS:  # it is no header
+            self._emit(parser.Content, self._text[: call_scanners.MAX_HEAD_CHARS])
+            self._text = self._text[call_scanners.MAX_HEAD_CHARS :]
             self._step = HarmonyParser._read_content
             return True
         if not end:
@@ -112,7 +112,7 @@ class HarmonyParser(parser.StateMachineParser):
         for event in self._preview.push(text) if self._preview is not None else ():
             self._shown.append("" if isinstance(event, parser.CallBegin) else event.text)
             self._events.append(event)
-        if end is not None or self._num_body > call_syntax.MAX_CALL_CHARS:
+        if end is not None or self._num_body > call_scanners.MAX_CALL_CHARS:
             self._end_call(end or "")
         return end is not None
 
@@ -131,7 +131,7 @@ class HarmonyParser(parser.StateMachineParser):
         body, self._body, self._num_body = "".join(self._body), [], 0
         function = _FUNCTION.search(self._header)
         assert function is not None
-        is_too_long = len(body) > call_syntax.MAX_CALL_CHARS
+        is_too_long = len(body) > call_scanners.MAX_CALL_CHARS
         call = (
             None
             if is_too_long or self._tools is None

@@ -5,9 +5,9 @@
      ├──section mark────────┼─┼──────────────────────────┘  │ opening mark, or a call without one
      └──at the beginning────┘ └──cannot be a call──▶ text   └──▶ call
 
-A format (`formats`) says which marks there are, how far a call reaches and how to parse it (`call_syntax`). Text that
-turns out to be no call is content, marks included. White space around calls is dropped, and so is the beginning of a
-forced call that the token limit cut off.
+A format (`formats`) says which marks there are, how far a call reaches (`call_scanners`) and how to parse it
+(`call_syntax`). Text that turns out to be no call is content, marks included. White space around calls is dropped, and
+so is the beginning of a forced call that the token limit cut off.
 
 For clients that receive a stream, calls come in parts (`call_previews`), and begin before it is certain that they can
 be parsed. One that cannot ends without `CallEnd`, and its text is dropped, because most of it has been sent.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from dynamo.preprocess import stop_strings
-from dynamo.preprocess.parsers import call_previews, call_syntax, parser
+from dynamo.preprocess.parsers import call_previews, call_scanners, call_syntax, parser
 
 
 def _preview_json(tools: parser.ToolSchemas) -> call_previews.CallPreview:
@@ -42,9 +42,10 @@ class ToolCallFormat:
     sections: tuple[str, ...] = ()  # before the first of several calls
     closes: tuple[str, ...] = ()  # may follow a call
     inner: tuple[str, ...] = ()  # marks within a call, which may be special tokens too
+    ends_thought: tuple[str, ...] = ()  # begins a call, even within an open thought
     bare: str = ""  # first characters of a call without a mark, if no text stands before it
     follows: str = ""  # first characters of a call without a mark behind another call
-    make_scanner: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner
+    make_scanner: Callable[[], call_scanners.CallScanner] = call_scanners.BracketScanner
     parse: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
         call_syntax.parse_json_calls
     )
@@ -149,11 +150,13 @@ class ToolCallParser(parser.StateMachineParser):
         if self._preview is not None:
             self._show(self._preview.push(self._text[:num_used]))
         self._text = self._text[num_used:]
-        if state is call_syntax.CallState.OPEN:
+        if state is call_scanners.CallState.OPEN:
             return False
         body = "".join(self._body)
         calls = (
-            self._form.parse(body, self._tools) if state is call_syntax.CallState.COMPLETE else None
+            self._form.parse(body, self._tools)
+            if state is call_scanners.CallState.COMPLETE
+            else None
         )
         # An answer may be JSON: without a mark, only calls of known tools are meant as calls.
         if calls is None or not (

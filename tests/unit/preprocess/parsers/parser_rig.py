@@ -69,6 +69,11 @@ ONE_CALL = {
     "hy_v3": "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
     "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
     "</tool_call:opensource>\n</tool_calls:opensource>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
+    "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "gigachat3": '<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}',
     "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
 }

@@ -18,9 +18,11 @@ ARGUMENT = {
     "hy_v3": "<arg_key:opensource>city</arg_key:opensource>\n"
     "<arg_value:opensource>Paris</arg_value:opensource>\n",
     "minimax_m2": '<parameter name="city">Paris</parameter>\n',
+    "minimax_m3": "]<]minimax[>[<city>Paris]<]minimax[>[</city>",
     "dots": "<parameter name=city>Paris</parameter>\n",
     "step3": '<steptml:parameter name="city">Paris</steptml:parameter>',
     "minicpm5": '<param name="city">Paris</param>',
+    "kimi_k3": '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>',
     "deepseek_v3_2": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
     "deepseek_v4": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
     "deepseek_v41": '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n',
@@ -85,6 +87,41 @@ def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments
     assert read(make_parser(name, whole_tools=()), *text) == streamed
     if any(isinstance(event, parser.ToolCall) for event in whole):
         assert with_whole_calls(streamed) == whole
+
+
+@pytest.mark.parametrize("name", ARGUMENT)
+def test_text_may_hold_the_mark_that_ends_it(name):
+    mark = ARGUMENT[name].partition("Paris")[2].strip().removeprefix("]<]minimax[>[")
+    arguments = {"city": f"a{mark} b\n{mark}", "note": f"{mark}c"}
+    text = written(name, arguments)
+    expected = [parser.ToolCall("get_weather", json.dumps(arguments, ensure_ascii=False))]
+
+    assert read(make_parser(name), text) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("glm45", "</tool_call>"),
+        ("hy_v3", "</tool_call:opensource>"),
+        ("step3", "</steptml:invoke>"),
+        ("minicpm5", "</function>"),
+        ("kimi_k3", "<|close|>call<|sep|>"),
+        ("deepseek_v3_2", "</｜DSML｜invoke>"),
+    ],
+)
+def test_text_may_hold_the_end_of_a_call_where_values_are_closed(name, end):
+    arguments = {"city": f"a{end}\n{end}b", "note": end}
+    text = written(name, arguments) + written(name, {})
+    expected = [
+        parser.ToolCall("get_weather", json.dumps(arguments, ensure_ascii=False)),
+        parser.ToolCall("get_weather", "{}"),
+    ]
+
+    assert read(make_parser(name), *text) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), text)) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
 
 
 @pytest.mark.parametrize(

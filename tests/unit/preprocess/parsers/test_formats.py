@@ -28,6 +28,7 @@ from dynamo.preprocess.parsers import formats, harmony
         ("<tool_call>{function-name}\n<arg_key>", "glm45", None),
         ("<seed:tool_call>\n<function=f> … '<seed:think>' + '</seed:think>'", "seed_oss", "seed_oss"),
         ("'<minimax:tool_call>\n' … '<invoke name=\"' … '</think>'", "minimax_m2", "basic"),
+        ("'<minimax:tool_call>' … '\n<response>' … '</think>'", "minimax_m2", "basic"),
         ("'<|channel>thought\n' … '<|tool_call>call:' … '<|\"|>'", "gemma4", "gemma4"),
         ("'<｜DSML｜tool_calls>' … '</think>'", "deepseek_v4", "basic"),
         ("<|tool_call_start|>[", "lfm2", None),
@@ -35,9 +36,11 @@ from dynamo.preprocess.parsers import formats, harmony
         ("'List of tools: <|tool_list_start|>['", "lfm2", None),
         ('"List of tools: ["', "lfm2", None),
         ("'<|function_call|>'", "gigachat3", None),
+        ("'<|open|>' + tag … '<|sep|>' … open_tag('think') … 'argument'", "kimi_k3", "kimi_k3"),
         ("'role': 'function call' … '<|role_sep|>'", "gigachat3", None),
         ("'<think{}>'.format(HYTK) … '<tool_sep{}>'.format(HYTK)", "hy_v3", "hy_v3"),
-        ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", None, "minimax_m3"),
+        ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", "minimax_m3", "minimax_m3"),
+        ("'think_mode=True' … '</think>' … '<response>\n' … '<tool_call>'", "ernie45", "ernie45"),
         ("{{ messages }}", None, None),
         ("", None, None),
     ],
@@ -56,10 +59,22 @@ def test_guessed_format_does_not_force_reasoning():
     assert formats.select_format(None, "mistral", "").reasoning.is_forced
 
 
+def test_minimax_m3_is_spelled_with_a_dash_too():
+    assert formats.TOOL_CALL_FORMATS["minimax-m3"] is formats.TOOL_CALL_FORMATS["minimax_m3"]
+    assert formats.REASONING_FORMATS["minimax-m3"] is formats.REASONING_FORMATS["minimax_m3"]
+
+
 def test_model_without_marks_needs_no_parser():
     assert formats.select_format(None, None, "").parsers("hi", {}) is None
     assert formats.select_format("hermes", None, "").parsers("hi", None) is None
     assert formats.select_format(None, None, "").marks == ()
+
+
+def test_special_token_within_a_mark_of_gigachat_is_visible():
+    form = formats.TOOL_CALL_FORMATS["gigachat3"]
+
+    assert any("<|role_sep|>" in mark for mark in form.opens)
+    assert "<|role_sep|>" in form.marks
 
 
 def test_unknown_parser_names_are_refused():

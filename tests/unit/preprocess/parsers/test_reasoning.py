@@ -95,6 +95,108 @@ def test_call_within_reasoning_is_reasoning():
     assert told == [thought(f"maybe {ONE_CALL['hermes']}?"), PARIS]
 
 
+FRAMED = [("ernie45", "response"), ("hunyuan_a13b", "answer")]
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_marks_around_the_answer_are_no_content(name, tag):
+    text = f"<think>\nhm\n</think>\n\n<{tag}>\nIt is 4.\n\nYes.\n</{tag}>\n"
+    told = [thought("hm"), content("It is 4.\n\nYes.")]
+
+    assert read(make_parser(reasoning=name), text) == told
+    assert read(make_parser(reasoning=name), *text) == told
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_marks_around_an_answer_without_a_thought_are_no_content(name, tag):
+    made = make_parser(reasoning=name, prompt="<think>\n\n</think>\n")
+
+    assert read(made, *f"\n<{tag}>4</{tag}>") == [content("4")]
+
+
+@pytest.mark.parametrize(("name", "tag"), FRAMED)
+def test_answer_that_breaks_off_within_its_marks_is_content(name, tag):
+    made = [make_parser(reasoning=name, prompt="<think>") for _ in range(2)]
+
+    assert read(made[0], *f"hm</think><{tag}>\nIt is\n</") == [thought("hm"), content("It is\n</")]
+    assert read(made[1], *f"hm</think><{tag[:3]}") == [thought("hm"), content(f"<{tag[:3]}")]
+
+
+KIMI_THOUGHT = "hm<|close|>think<|sep|>"
+KIMI_ANSWER = "<|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
+KIMI_END = "<|close|>message<|sep|>"
+
+
+@pytest.mark.parametrize("tools", ["kimi_k3", None])
+def test_channels_of_kimi_k3_are_reasoning_and_content(tools):
+    made = make_parser(tools, "kimi_k3", prompt="<|open|>think<|sep|>")
+
+    assert read(made, *KIMI_THOUGHT + KIMI_ANSWER + KIMI_END) == [
+        thought("hm"),
+        content("It is 4."),
+    ]
+
+
+def test_call_follows_the_answer_of_kimi_k3():
+    made = make_parser("kimi_k3", "kimi_k3", prompt="<|open|>think<|sep|>")
+    text = KIMI_THOUGHT + KIMI_ANSWER + ONE_CALL["kimi_k3"] + KIMI_END
+
+    assert read(made, *text) == [thought("hm"), content("It is 4."), PARIS]
+
+
+def test_answer_that_the_prompt_begins_has_no_mark_at_its_end():
+    made = make_parser(reasoning="kimi_k3", prompt="<|open|>response<|sep|>")
+
+    assert read(made, *KIMI_ANSWER.partition("<|sep|>")[2] + KIMI_END) == [content("It is 4.")]
+
+
+def test_call_takes_the_place_of_a_marked_answer():
+    made = make_parser("ernie45", "ernie45")
+
+    assert read(made, *f"hm\n</think>\n\n{ONE_CALL['hermes']}\n") == [thought("hm"), PARIS]
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize("end", ["", "</think>", "\n</think>\n"])
+def test_call_ends_a_thought_that_is_not_closed(name, end):
+    text = f"I look. \n{ONE_CALL[name]}{end}"
+    made = [make_parser(name, "basic", prompt="<think>") for _ in range(2)]
+
+    assert read(made[0], text) == [thought("I look."), PARIS]
+    assert read(made[1], *text) == [thought("I look."), PARIS]
+
+
+def test_call_of_minimax_m3_ends_a_thought_that_is_not_closed():
+    made = make_parser("minimax_m3", "minimax_m3", prompt="<mm:think>")
+
+    assert read(made, *f"I look.\n{ONE_CALL['minimax_m3']}") == [thought("I look."), PARIS]
+
+
+def test_mark_of_calls_in_a_thought_without_a_call_is_reasoning():
+    text = "It writes <tool_call> and <function=f>.</think>4"
+
+    assert read(make_parser("qwen3_coder", "basic", prompt="<think>"), *text) == [
+        thought("It writes <tool_call> and <function=f>."),
+        content("4"),
+    ]
+
+
+def test_call_in_a_thought_is_reasoning_for_a_request_without_tools():
+    made = make_parser(None, "kimi_k25")
+
+    assert read(made, ONE_CALL["kimi_k2"]) == [thought(ONE_CALL["kimi_k2"])]
+
+
+def test_text_behind_a_call_that_ended_a_thought_is_content():
+    text = f"hm{ONE_CALL['kimi_k2']}</think>\nHere it is: </think>."
+
+    assert read(make_parser("kimi_k2", "kimi_k25"), *text) == [
+        thought("hm"),
+        PARIS,
+        content("Here it is: </think>."),
+    ]
+
+
 HARMONY = (
     "<|channel|>analysis<|message|>Look it up.<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>I look. <|end|>"

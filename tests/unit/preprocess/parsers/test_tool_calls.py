@@ -1,6 +1,7 @@
 """Tool calls in each format, as models write them, and text that only resembles one."""
 
 import itertools
+import json
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from parser_rig import (
     with_whole_calls,
 )
 
-from dynamo.preprocess.parsers import call_syntax, formats, parser
+from dynamo.preprocess.parsers import call_scanners, call_syntax, formats, parser
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
@@ -28,6 +29,12 @@ def test_call_is_parsed(name):
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_two_calls_are_parsed(name):
     assert read(make_parser(name), TWO_CALLS[name]) == [PARIS, ROME]
+
+
+def test_section_of_kimis_calls_may_be_called_that_of_one_call():
+    text = ONE_CALL["kimi_k2"].replace("<|tool_calls_section", "<|tool_call_section")
+
+    assert read(make_parser("kimi_k2"), text) == [PARIS]
 
 
 def test_every_format_has_a_sample():
@@ -316,6 +323,78 @@ def test_tagged_values_keep_their_type():
     ]
 
 
+def test_values_have_the_type_that_kimi_k3_names():
+    value = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
+    text = (
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        + value.format("city", "string", '3 "x"')
+        + value.format("tags", "array", "[1, null]")
+        + value.format("days", "number", "2.50")
+        + value.format("metric", "null", "null")
+        + "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+
+    told = [
+        parser.ToolCall(
+            "get_weather",
+            '{"city": "3 \\"x\\"", "tags": [1, null], "days": 2.5, "metric": null}',
+        )
+    ]
+    assert read(make_parser("kimi_k3"), text) == told
+    assert with_whole_calls(read(make_parser("kimi_k3", whole_tools=()), *text)) == told
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "where": {"anyOf": [{"type": "object", "properties": {"zip": {"type": "integer"}}}, {}]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "days": {"type": "array", "items": {"type": "integer"}},
+        "stops": {"type": "array"},
+        "note": {"type": "string"},
+        "wet": {"type": "boolean"},
+    },
+}
+
+
+def in_tags(*arguments):
+    """A call as MiniMax M3 writes it; its tags are written here without the token before each."""
+    body = "".join(arguments).replace("<", "]<]minimax[>[<")
+    return ONE_CALL["minimax_m3"].replace("]<]minimax[>[<city>Paris]<]minimax[>[</city>", body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("<where><zip>75001</zip><zone>7</zone></where>", {"where": {"zip": 75001, "zone": "7"}}),
+        ("<where><a><item>x</item></a><b>y</b><b>z</b></where>", {"where": {"a": ["x"], "b": ["y", "z"]}}),
+        ("<tags>\n<item> 1\n</item>\n<item>2</item>\n</tags>\n", {"tags": [" 1\n", "2"]}),
+        ("<days><item>1</item></days><note> 2</note>", {"days": [1], "note": " 2"}),
+        ("<stops><item><at>Rome</at></item><item>x</item></stops>", {"stops": [{"at": "Rome"}, "x"]}),
+        ("<stops></stops><note></note><wet>true</wet>", {"stops": [], "note": "", "wet": True}),
+        ('<days>[1, 2]</days><other>{"a": 1}</other>', {"days": [1, 2], "other": '{"a": 1}'}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_nested_tags_are_lists_and_objects(arguments, expected):
+    text = in_tags(arguments)
+    known = {"get_weather": NESTED}
+    (call,) = read(make_parser("minimax_m3", known=known), text)
+    streamed = read(make_parser("minimax_m3", known=known, whole_tools=()), *text)
+
+    assert json.loads(call.arguments) == expected
+    assert with_whole_calls(streamed) == [call]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["<a>1</b>", "<a>1", "</a>", "x<a>1</a>", "<a>x<b>1</b></a>", "<a>1</a>x"]
+)
+def test_nested_tags_that_do_not_fit_are_content(arguments):
+    text = in_tags(arguments)
+
+    assert read(make_parser("minimax_m3"), text) == [content(text)]
+
+
 def test_bare_keys_and_marked_strings_become_json():
     text = (
         '<|tool_call>call:get_weather{city:<|"|>a:{"b"},c:1\\<|"|>,days:-2,metric:true,'
@@ -352,7 +431,7 @@ def test_malformed_call_of_a_family_is_content(name, text):
 
 
 def test_too_long_call_is_content(monkeypatch):
-    monkeypatch.setattr(call_syntax, "MAX_CALL_CHARS", 12)
+    monkeypatch.setattr(call_scanners, "MAX_CALL_CHARS", 12)
 
     for name in ("hermes", "qwen3_coder", "harmony"):
         told = read(make_parser(name), *ONE_CALL[name])
