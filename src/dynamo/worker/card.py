@@ -132,8 +132,8 @@ def with_template(
         template = describe(Path(path).expanduser().absolute())
     except OSError as error:
         raise errors.ConfigError(f"{option} {path}: {error.strerror}") from error
-    others = {name: file for name, file in files.items() if name not in _TEMPLATES}
-    return others | {_TEMPLATES[0]: template}
+    kept = {name: file for name, file in files.items() if name not in _TEMPLATES}
+    return kept | {_TEMPLATES[0]: template}
 
 
 def fingerprint_weights(directory: Path) -> str:

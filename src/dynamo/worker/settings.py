@@ -172,9 +172,9 @@ class WorkerConfig(component.RuntimeConfig):
             "--is-decode-worker": "decode" if self.is_decode_worker else None,
             f"--disaggregation-mode {self.disaggregation_mode}": self.disaggregation_mode,
         }
-        given = {flag: role for flag, role in roles.items() if role is not None}
-        if len({*given.values()}) > 1:
-            raise errors.ConfigError(f"{' and '.join(given)}: expected one of them")
+        flags = {flag: role for flag, role in roles.items() if role is not None}
+        if len({*flags.values()}) > 1:
+            raise errors.ConfigError(f"{' and '.join(flags)}: expected one of them")
         infill.check(self.dyn_infill_format)
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 

@@ -150,7 +150,7 @@ class EmbeddingDelivery:
         self._client.respond(200, body, headers=self.plan.headers)
 
     def find_missing(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of these inputs whose vectors have not come."""
+        """Return those of these inputs that have no vector yet."""
         return [number for number in numbers if self._objects[number] is None]
 
     def fail(self, error: errors.DynamoError) -> None:
@@ -290,8 +290,7 @@ class EmbeddingPipeline:
     """Answers requests for embeddings."""
 
     def __init__(self, requests: pipeline.Pipeline, dispatcher: dispatch.Dispatcher) -> None:
-        self._pipeline = requests
-        self._dispatcher = dispatcher
+        self._pipeline, self._dispatcher = requests, dispatcher
 
     def seconds_since(self, arrived_at: float) -> float:
         """Return how long ago a request arrived."""
@@ -316,14 +315,13 @@ class EmbeddingPipeline:
         meter = self._meter(model.name, client, arrival, api)
         try:
             check_dimensions(request.dimensions, model.embedding)
+            tokens = await model.preparer.tokenize_embedding_inputs(
+                request.prompts, request.place_of
+            )
             engine_request = encoders.EmbeddingRequest(
                 id=arrival.id,
                 model=model.name,
-                inputs=tuple(
-                    await model.preparer.tokenize_embedding_inputs(
-                        request.prompts, request.place_of
-                    )
-                ),
+                inputs=tuple(tokens),
                 dimensions=request.dimensions,
             )
             if self._pipeline.admission.is_active:
@@ -366,11 +364,10 @@ class EmbeddingPipeline:
         deadline = None if limit_s is None else self._pipeline.clock.now() + limit_s
         open_stream = functools.partial(self._open_stream, model, request, headers, deadline)
         send = functools.partial(self._send_share, model.name, open_stream)
-        retry = functools.partial(self._retry, model, send)
         for numbers in split_inputs([*map(blocks.count, request.inputs)], len(model.instances)):
             if reply.is_over:  # the client disconnected, or an earlier share failed
                 return
-            await send(ShareReceiver(reply, numbers, retry))
+            await send(ShareReceiver(reply, numbers, functools.partial(self._retry, model, send)))
 
     async def _send_share(
         self,
@@ -436,15 +433,13 @@ class EmbeddingPipeline:
         verdict = policy.judge(num_migrations=len(share.losses) - 1, limit=limit, seq_len=0)
         if not may_migrate or verdict is not migration.MigrationVerdict.MIGRATE:
             return False
-        self._dispatcher.background.start("migrate vectors", self._migrate(send, share, error))
+        self._dispatcher.background.start("migrate vectors", self._migrate(send, share))
         return True
 
-    async def _migrate(
-        self, send: SendShare, share: ShareReceiver, error: errors.DynamoError
-    ) -> None:
+    async def _migrate(self, send: SendShare, share: ShareReceiver) -> None:
         """Send what is missing of a share to another worker, or fail the answer."""
+        error, reply, began_at = share.losses[-1], share.reply, self._pipeline.clock.now()
         _logger.warning("Stream disconnected... recreating stream... (%s)", error)
-        reply, began_at = share.reply, self._pipeline.clock.now()
         is_new = len(share.numbers) == reply.plan.num_inputs
         if isinstance(error, errors.Unavailable):  # the last try was a moment ago
             await self._pipeline.clock.sleep(waiting.PAUSE_S)
@@ -453,11 +448,7 @@ class EmbeddingPipeline:
             reply.meter.record_migration(self._pipeline.clock.now() - began_at, is_new=is_new)
 
     def _meter(
-        self,
-        model: str,
-        client: exchange.Exchange,
-        arrival: metrics.Arrival,
-        api: EmbeddingApi,
+        self, model: str, client: exchange.Exchange, arrival: metrics.Arrival, api: EmbeddingApi
     ) -> metrics.RequestMeter:
         by_model = self._pipeline.metrics.for_model(model)
         meter = metrics.RequestMeter(by_model, api.endpoint, is_stream=False, arrival=arrival)

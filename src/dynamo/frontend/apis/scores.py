@@ -77,10 +77,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raise InvalidRequest for what the types allow and the API does not."""
         first, second = self.sides
         names = ("text_1", "text_2", "queries", "documents")
-        given = [name for name in names if getattr(self, name) is not None]
-        if given != [first, second]:
+        fields = [name for name in names if getattr(self, name) is not None]
+        if fields != [first, second]:
             raise embeddings.wrong_input(
-                first, "text_1 and text_2, or queries and documents", ", ".join(given) or "none"
+                first, "text_1 and text_2, or queries and documents", ", ".join(fields) or "none"
             )
         embeddings.check_prompts(self.first_texts, first)
         embeddings.check_prompts(self.second_texts, second)
@@ -217,11 +217,11 @@ _SIDES = (("text_1", "text_2"), ("queries", "documents"))
 _TWO_SIDES = {
     "anyOf": [
         openapi.make_object(
-            given,
-            **dict.fromkeys(given, openapi.PROMPT_TEXTS),
-            **dict.fromkeys(other, openapi.NULL),
+            sides,
+            **dict.fromkeys(sides, openapi.PROMPT_TEXTS),
+            **dict.fromkeys(null_sides, openapi.NULL),
         )
-        for given, other in (_SIDES, _SIDES[::-1])
+        for sides, null_sides in (_SIDES, _SIDES[::-1])
     ]
 }
 _DETAILS: Mapping[type, Mapping[str, Any]] = {

@@ -56,11 +56,10 @@ def _tagged(
             call_scanners.MarkerScanner, reader.end, *reader.value_marks
         ),
         parse=reader,
-        preview=functools.partial(
-            call_previews.NestedTagPreview
+        preview=(
+            functools.partial(call_previews.NestedTagPreview, reader)
             if isinstance(reader, call_syntax.NestedTagReader)
-            else call_previews.TaggedPreview,
-            reader,
+            else functools.partial(call_previews.TaggedPreview, reader)
         ),
     )
 

@@ -366,8 +366,8 @@ class NatsNetwork:
             transport.open()
             self._probe_later()
         else:  # clients that died without a word are found out: nothing else ends their connections
-            for other, known in self._transports.items():
-                self.send(other, known.peer, PROBE)
+            for name, entry in self._transports.items():
+                self.send(name, entry.peer, PROBE)
         protocol.connection_made(transport)
         return transport
 
