@@ -1,6 +1,7 @@
 """`python -m dynamo.gateway.endpoint_picker`: the endpoint picker of the Gateway API Inference Extension.
 
-A gateway sends each request here (external processing) and then to the pod that a header names. The choice is that of
+A gateway sends each request here (external processing) and then to the pod that a header, and the metadata of the
+answer, name. It may say in the metadata of a request among which pods there is to choose. The choice is that of
 a frontend with a KV router, which is asked for the worker that it would take (`query_instance_id`). The pod has a
 frontend of its own in direct mode, which finds the worker's id in a second header. Requests without a prompt, and
 those in APIs that cannot ask for a worker, go to each pod in turn.
@@ -22,7 +23,11 @@ from dynamo.observability import logs
 from dynamo.runtime.http import client
 from dynamo.semantic import immediate, service
 
-DESTINATION = "x-gateway-destination-endpoint"  # the name that the extension's protocol gives it
+# The names that the extension's protocol gives to a header, to keys of metadata and to their namespaces.
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+NAMESPACE = "envoy.lb"
 WORKER = "x-dynamo-worker-instance-id"
 _ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
 # The key decides what the client may ask, and the session which worker it gets.
@@ -133,13 +138,19 @@ class PickingProcessor(processor.StreamProcessor):
         # no semantic routing
         super().__init__(cast("service.RoutingService", None), max_body_bytes)
         self._questions = questions
+        self._allowed: frozenset[str] | None = None  # endpoints to choose from; None: all
+        self._target = ""  # that was chosen and is not yet told
 
     async def process(self, message: Any) -> list[Any]:
         """Return the answers to a message of Envoy, in order."""
         answers = await super().process(message)
         if message.WhichOneof("request") == "request_headers":
+            self._allowed = _read_subset(message.metadata_context)
             if message.request_headers.end_of_stream or not self.reads_body:
                 answers = [await self._answer_without_body()]
+        if self._target:
+            answers[0].dynamic_metadata.update({NAMESPACE: {DESTINATION: self._target}})
+            self._target = ""
         return answers
 
     async def _answer_without_body(self) -> Any:
@@ -162,20 +173,48 @@ class PickingProcessor(processor.StreamProcessor):
             chosen = await self._questions.choose_worker(self.path, body, self.headers)
             if isinstance(chosen, immediate.ImmediateAnswer):
                 return chosen
-            hosts = await self._questions.find_hosts(self.headers)
-            if not hosts:
-                raise errors.NoWorkers("there is no worker: start one")  # noqa: TRY301 - answered below
-            numbers = sorted(hosts)
-            number = chosen if chosen in hosts else numbers[self._questions.next_turn(len(numbers))]
+            targets = await self._find_targets()
+            ids = sorted(targets)
+            number = chosen if chosen in targets else ids[self._questions.next_turn(len(ids))]
         except errors.NoWorkers as error:
             _logger.info("no endpoint for a request: %s", error)
             return immediate.refuse(503, str(error), "service_unavailable")
-        target = f"{hosts[number]}:{self._questions.settings.target_port}"
-        headers = [(DESTINATION, target), (WORKER, str(number))]
+        self._target = targets[number]
+        headers = [(DESTINATION, self._target), (WORKER, str(number))]
         changes = messages.CommonResponse(
             header_mutation=processor.make_mutation(headers), clear_route_cache=True
         )
         return changes, body
+
+    async def _find_targets(self) -> dict[int, str]:
+        """Return the endpoints among which there is to choose, by instance id. Raises NoWorkers."""
+        hosts = await self._questions.find_hosts(self.headers)
+        if not hosts:
+            raise errors.NoWorkers("there is no worker: start one")
+        port = self._questions.settings.target_port
+        targets = {number: f"{host}:{port}" for number, host in hosts.items()}
+        if self._allowed is None:
+            return targets
+        allowed = {number: each for number, each in targets.items() if each in self._allowed}
+        if not allowed:
+            _logger.warning(
+                "the gateway lets one choose among %s, and workers are at %s",
+                ", ".join(sorted(self._allowed)) or "no endpoints",
+                ", ".join(sorted(targets.values())),
+            )
+            raise errors.NoWorkers("no worker is at an endpoint that the gateway allows")
+        return allowed
+
+
+def _read_subset(metadata: Any) -> frozenset[str] | None:
+    """Return the endpoints among which the gateway lets one choose; None: all."""
+    namespaces = metadata.filter_metadata
+    fields: Any = namespaces[SUBSET_NAMESPACE].fields if SUBSET_NAMESPACE in namespaces else {}
+    if SUBSET not in fields:
+        return None
+    value = fields[SUBSET]
+    texts = [item.string_value for item in value.list_value.values] or value.string_value.split(",")
+    return frozenset(filter(None, map(str.strip, texts)))
 
 
 def main() -> int:

@@ -12,51 +12,58 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64ynamo/gateway/ext_proc.proto\x12\x0f\x64ynamo.ext_proc\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\":\n\tHeaderMap\x12-\n\x07headers\x18\x01 \x03(\x0b\x32\x1c.dynamo.ext_proc.HeaderValue\"X\n\x11HeaderValueOption\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.dynamo.ext_proc.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"a\n\x0eHeaderMutation\x12\x37\n\x0bset_headers\x18\x01 \x03(\x0b\x32\".dynamo.ext_proc.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x84\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12\x42\n\x11streamed_response\x18\x03 \x01(\x0b\x32%.dynamo.ext_proc.StreamedBodyResponseH\x00\x42\n\n\x08mutation\"\xab\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x38\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\x12\x34\n\rbody_mutation\x18\x03 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"D\n\x0fHeadersResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.CommonResponse\"A\n\x0c\x42odyResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.CommonResponse\"L\n\x10TrailersResponse\x12\x38\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x91\x01\n\x11ImmediateResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.dynamo.ext_proc.HttpStatus\x12\x30\n\x07headers\x18\x02 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\xbf\x01\n\x0eProcessingMode\x12\x1b\n\x13request_header_mode\x18\x01 \x01(\x05\x12\x1c\n\x14response_header_mode\x18\x02 \x01(\x05\x12\x19\n\x11request_body_mode\x18\x03 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x04 \x01(\x05\x12\x1c\n\x14request_trailer_mode\x18\x05 \x01(\x05\x12\x1d\n\x15response_trailer_mode\x18\x06 \x01(\x05\"Q\n\x0bHttpHeaders\x12+\n\x07headers\x18\x01 \x01(\x0b\x32\x1a.dynamo.ext_proc.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"<\n\x0cHttpTrailers\x12,\n\x08trailers\x18\x01 \x01(\x0b\x32\x1a.dynamo.ext_proc.HeaderMap\"N\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\"\xb0\x03\n\x11ProcessingRequest\x12\x37\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1c.dynamo.ext_proc.HttpHeadersH\x00\x12\x38\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1c.dynamo.ext_proc.HttpHeadersH\x00\x12\x31\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x19.dynamo.ext_proc.HttpBodyH\x00\x12\x32\n\rresponse_body\x18\x05 \x01(\x0b\x32\x19.dynamo.ext_proc.HttpBodyH\x00\x12\x39\n\x10request_trailers\x18\x06 \x01(\x0b\x32\x1d.dynamo.ext_proc.HttpTrailersH\x00\x12:\n\x11response_trailers\x18\x07 \x01(\x0b\x32\x1d.dynamo.ext_proc.HttpTrailersH\x00\x12?\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32&.dynamo.ext_proc.ProtocolConfigurationB\t\n\x07request\"\x83\x04\n\x12ProcessingResponse\x12;\n\x0frequest_headers\x18\x01 \x01(\x0b\x32 .dynamo.ext_proc.HeadersResponseH\x00\x12<\n\x10response_headers\x18\x02 \x01(\x0b\x32 .dynamo.ext_proc.HeadersResponseH\x00\x12\x35\n\x0crequest_body\x18\x03 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyResponseH\x00\x12\x36\n\rresponse_body\x18\x04 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyResponseH\x00\x12=\n\x10request_trailers\x18\x05 \x01(\x0b\x32!.dynamo.ext_proc.TrailersResponseH\x00\x12>\n\x11response_trailers\x18\x06 \x01(\x0b\x32!.dynamo.ext_proc.TrailersResponseH\x00\x12@\n\x12immediate_response\x18\x07 \x01(\x0b\x32\".dynamo.ext_proc.ImmediateResponseH\x00\x12\x36\n\rmode_override\x18\t \x01(\x0b\x32\x1f.dynamo.ext_proc.ProcessingModeB\n\n\x08responseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64ynamo/gateway/ext_proc.proto\x12\x0f\x64ynamo.ext_proc\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\":\n\tHeaderMap\x12-\n\x07headers\x18\x01 \x03(\x0b\x32\x1c.dynamo.ext_proc.HeaderValue\"X\n\x11HeaderValueOption\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.dynamo.ext_proc.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"a\n\x0eHeaderMutation\x12\x37\n\x0bset_headers\x18\x01 \x03(\x0b\x32\".dynamo.ext_proc.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x84\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12\x42\n\x11streamed_response\x18\x03 \x01(\x0b\x32%.dynamo.ext_proc.StreamedBodyResponseH\x00\x42\n\n\x08mutation\"\xab\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x38\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\x12\x34\n\rbody_mutation\x18\x03 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"D\n\x0fHeadersResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.CommonResponse\"A\n\x0c\x42odyResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.CommonResponse\"L\n\x10TrailersResponse\x12\x38\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x91\x01\n\x11ImmediateResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.dynamo.ext_proc.HttpStatus\x12\x30\n\x07headers\x18\x02 \x01(\x0b\x32\x1f.dynamo.ext_proc.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\xbf\x01\n\x0eProcessingMode\x12\x1b\n\x13request_header_mode\x18\x01 \x01(\x05\x12\x1c\n\x14response_header_mode\x18\x02 \x01(\x05\x12\x19\n\x11request_body_mode\x18\x03 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x04 \x01(\x05\x12\x1c\n\x14request_trailer_mode\x18\x05 \x01(\x05\x12\x1d\n\x15response_trailer_mode\x18\x06 \x01(\x05\"Q\n\x0bHttpHeaders\x12+\n\x07headers\x18\x01 \x01(\x0b\x32\x1a.dynamo.ext_proc.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"<\n\x0cHttpTrailers\x12,\n\x08trailers\x18\x01 \x01(\x0b\x32\x1a.dynamo.ext_proc.HeaderMap\"N\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\"\xa2\x01\n\x08Metadata\x12\x46\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32-.dynamo.ext_proc.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xe5\x03\n\x11ProcessingRequest\x12\x37\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1c.dynamo.ext_proc.HttpHeadersH\x00\x12\x38\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1c.dynamo.ext_proc.HttpHeadersH\x00\x12\x31\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x19.dynamo.ext_proc.HttpBodyH\x00\x12\x32\n\rresponse_body\x18\x05 \x01(\x0b\x32\x19.dynamo.ext_proc.HttpBodyH\x00\x12\x39\n\x10request_trailers\x18\x06 \x01(\x0b\x32\x1d.dynamo.ext_proc.HttpTrailersH\x00\x12:\n\x11response_trailers\x18\x07 \x01(\x0b\x32\x1d.dynamo.ext_proc.HttpTrailersH\x00\x12\x33\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x19.dynamo.ext_proc.Metadata\x12?\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32&.dynamo.ext_proc.ProtocolConfigurationB\t\n\x07request\"\xb6\x04\n\x12ProcessingResponse\x12;\n\x0frequest_headers\x18\x01 \x01(\x0b\x32 .dynamo.ext_proc.HeadersResponseH\x00\x12<\n\x10response_headers\x18\x02 \x01(\x0b\x32 .dynamo.ext_proc.HeadersResponseH\x00\x12\x35\n\x0crequest_body\x18\x03 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyResponseH\x00\x12\x36\n\rresponse_body\x18\x04 \x01(\x0b\x32\x1d.dynamo.ext_proc.BodyResponseH\x00\x12=\n\x10request_trailers\x18\x05 \x01(\x0b\x32!.dynamo.ext_proc.TrailersResponseH\x00\x12>\n\x11response_trailers\x18\x06 \x01(\x0b\x32!.dynamo.ext_proc.TrailersResponseH\x00\x12@\n\x12immediate_response\x18\x07 \x01(\x0b\x32\".dynamo.ext_proc.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x36\n\rmode_override\x18\t \x01(\x0b\x32\x1f.dynamo.ext_proc.ProcessingModeB\n\n\x08responseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dynamo.gateway.ext_proc_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEADERVALUE']._serialized_start=50
-  _globals['_HEADERVALUE']._serialized_end=110
-  _globals['_HEADERMAP']._serialized_start=112
-  _globals['_HEADERMAP']._serialized_end=170
-  _globals['_HEADERVALUEOPTION']._serialized_start=172
-  _globals['_HEADERVALUEOPTION']._serialized_end=260
-  _globals['_HEADERMUTATION']._serialized_start=262
-  _globals['_HEADERMUTATION']._serialized_end=359
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=361
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=420
-  _globals['_BODYMUTATION']._serialized_start=423
-  _globals['_BODYMUTATION']._serialized_end=555
-  _globals['_COMMONRESPONSE']._serialized_start=558
-  _globals['_COMMONRESPONSE']._serialized_end=729
-  _globals['_HEADERSRESPONSE']._serialized_start=731
-  _globals['_HEADERSRESPONSE']._serialized_end=799
-  _globals['_BODYRESPONSE']._serialized_start=801
-  _globals['_BODYRESPONSE']._serialized_end=866
-  _globals['_TRAILERSRESPONSE']._serialized_start=868
-  _globals['_TRAILERSRESPONSE']._serialized_end=944
-  _globals['_HTTPSTATUS']._serialized_start=946
-  _globals['_HTTPSTATUS']._serialized_end=972
-  _globals['_IMMEDIATERESPONSE']._serialized_start=975
-  _globals['_IMMEDIATERESPONSE']._serialized_end=1120
-  _globals['_PROCESSINGMODE']._serialized_start=1123
-  _globals['_PROCESSINGMODE']._serialized_end=1314
-  _globals['_HTTPHEADERS']._serialized_start=1316
-  _globals['_HTTPHEADERS']._serialized_end=1397
-  _globals['_HTTPBODY']._serialized_start=1399
-  _globals['_HTTPBODY']._serialized_end=1446
-  _globals['_HTTPTRAILERS']._serialized_start=1448
-  _globals['_HTTPTRAILERS']._serialized_end=1508
-  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1510
-  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1588
-  _globals['_PROCESSINGREQUEST']._serialized_start=1591
-  _globals['_PROCESSINGREQUEST']._serialized_end=2023
-  _globals['_PROCESSINGRESPONSE']._serialized_start=2026
-  _globals['_PROCESSINGRESPONSE']._serialized_end=2541
+  _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
+  _globals['_HEADERVALUE']._serialized_start=80
+  _globals['_HEADERVALUE']._serialized_end=140
+  _globals['_HEADERMAP']._serialized_start=142
+  _globals['_HEADERMAP']._serialized_end=200
+  _globals['_HEADERVALUEOPTION']._serialized_start=202
+  _globals['_HEADERVALUEOPTION']._serialized_end=290
+  _globals['_HEADERMUTATION']._serialized_start=292
+  _globals['_HEADERMUTATION']._serialized_end=389
+  _globals['_STREAMEDBODYRESPONSE']._serialized_start=391
+  _globals['_STREAMEDBODYRESPONSE']._serialized_end=450
+  _globals['_BODYMUTATION']._serialized_start=453
+  _globals['_BODYMUTATION']._serialized_end=585
+  _globals['_COMMONRESPONSE']._serialized_start=588
+  _globals['_COMMONRESPONSE']._serialized_end=759
+  _globals['_HEADERSRESPONSE']._serialized_start=761
+  _globals['_HEADERSRESPONSE']._serialized_end=829
+  _globals['_BODYRESPONSE']._serialized_start=831
+  _globals['_BODYRESPONSE']._serialized_end=896
+  _globals['_TRAILERSRESPONSE']._serialized_start=898
+  _globals['_TRAILERSRESPONSE']._serialized_end=974
+  _globals['_HTTPSTATUS']._serialized_start=976
+  _globals['_HTTPSTATUS']._serialized_end=1002
+  _globals['_IMMEDIATERESPONSE']._serialized_start=1005
+  _globals['_IMMEDIATERESPONSE']._serialized_end=1150
+  _globals['_PROCESSINGMODE']._serialized_start=1153
+  _globals['_PROCESSINGMODE']._serialized_end=1344
+  _globals['_HTTPHEADERS']._serialized_start=1346
+  _globals['_HTTPHEADERS']._serialized_end=1427
+  _globals['_HTTPBODY']._serialized_start=1429
+  _globals['_HTTPBODY']._serialized_end=1476
+  _globals['_HTTPTRAILERS']._serialized_start=1478
+  _globals['_HTTPTRAILERS']._serialized_end=1538
+  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1540
+  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1618
+  _globals['_METADATA']._serialized_start=1621
+  _globals['_METADATA']._serialized_end=1783
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=1705
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=1783
+  _globals['_PROCESSINGREQUEST']._serialized_start=1786
+  _globals['_PROCESSINGREQUEST']._serialized_end=2271
+  _globals['_PROCESSINGRESPONSE']._serialized_start=2274
+  _globals['_PROCESSINGRESPONSE']._serialized_end=2840
 # @@protoc_insertion_point(module_scope)

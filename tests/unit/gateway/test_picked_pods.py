@@ -53,6 +53,15 @@ def picker(frontend):
 
 async def pick(stream, path, body=None, **headers):
     """The headers that a request gets, or the status of its answer."""
+    answers = await answers_of(stream, path, body, **headers)
+    if answers[0].HasField("immediate_response"):
+        return answers[0].immediate_response.status.code
+    mutation = answers[0].request_headers.response.header_mutation
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+async def answers_of(stream, path, body=None, subset=None, **headers):
+    """The answers to headers and body of a request; `subset` are the endpoints that the gateway allows."""
     values = {":method": "POST", ":path": path, **headers}
     head = messages.HttpHeaders(
         headers=messages.HeaderMap(
@@ -64,14 +73,14 @@ async def pick(stream, path, body=None, **headers):
         end_of_stream=body is None,
     )
     first = messages.ProcessingRequest(request_headers=head, protocol_config=DUPLEX)
+    if subset is not None:
+        namespace = first.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        namespace.update({"x-gateway-destination-endpoint-subset": subset})
     answers = await stream.process(first)
     if body is not None:
         whole = messages.HttpBody(body=body, end_of_stream=True)
         answers += await stream.process(messages.ProcessingRequest(request_body=whole))
-    if answers[0].HasField("immediate_response"):
-        return answers[0].immediate_response.status.code
-    mutation = answers[0].request_headers.response.header_mutation
-    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+    return answers
 
 
 async def test_worker_that_the_frontend_chooses_gets_the_request(picker):
@@ -126,6 +135,33 @@ async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
     assert allowed[endpoint_picker.WORKER] == "8"
     assert listed[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
     assert refused == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_metadata_of_the_answer_name_the_endpoint_of_the_header(picker, path):
+    first, *rest = await answers_of(picker(), path, b'{"model": "a", "prompt": "b"}')
+
+    (option, _) = first.request_headers.response.header_mutation.set_headers
+    named = first.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert named == option.header.raw_value.decode()
+    assert not any(answer.HasField("dynamic_metadata") for answer in rest)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("subset", [["10.0.0.7:8000", "10.9.9.9:8000"], "10.0.0.7:8000"])
+async def test_request_goes_to_an_endpoint_that_the_gateway_allows(picker, path, subset):
+    body = b'{"model": "a", "prompt": "b"}'  # the frontend would choose 10.0.0.8
+
+    for _ in range(2):
+        headers = await pick(picker(), path, body, subset=subset)
+
+        assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+        assert headers[endpoint_picker.WORKER] == "7"
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
+async def test_request_is_refused_where_the_gateway_allows_no_worker(picker, subset):
+    assert await pick(picker(), "/v1/completions", b"{}", subset=subset) == 503
 
 
 async def test_body_in_an_api_that_cannot_ask_for_a_worker_passes_piece_by_piece(picker):
