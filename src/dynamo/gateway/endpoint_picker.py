@@ -51,6 +51,10 @@ class EndpointPickerConfig:
         8000, help="port of the frontend in each worker's pod", least=1, most=65535
     )
     timeout_s: float = config.option(5.0, help="seconds for the frontend to answer", least=0.1)
+    secure: bool = config.option(False, help="serve gRPC with TLS, as many gateways expect it")
+    cert_path: str | None = config.option(
+        None, help="directory of tls.crt and tls.key, for --secure"
+    )
     body_limit_mb: int = config.option(64, help="largest body of a request, in MiB", least=1)
 
 
@@ -230,11 +234,12 @@ def _run() -> None:
 async def serve(settings: EndpointPickerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     module = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
+    certificates = module.read_certificates(is_secure=settings.secure, directory=settings.cert_path)
     questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
     picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
     stop = process_setup.stop_on_signals()
     running = tasks.Tasks()
-    await picker.start(settings.host, settings.port)
+    await picker.start(settings.host, settings.port, certificates)
     try:
         await running.run_until(stop)
     finally:

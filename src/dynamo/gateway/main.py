@@ -84,10 +84,6 @@ async def serve(settings: GatewayConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     if settings.router_config is None:
         raise errors.ConfigError("--config: expected the configuration of the router, got none")
-    if settings.secure and settings.cert_path is None:
-        raise errors.ConfigError(
-            "--secure: expected --cert-path, the directory of tls.crt and tls.key"
-        )
     api = distribution.load_extra("dynamo.gateway.api", feature=_PROG, extra="gateway")
     grpc_server = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
     clock = clocks.SystemClock()
@@ -111,6 +107,9 @@ async def _serve_routing(
     grpc_server: Any,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `api` and `grpc_server` are modules that need an extra."""
+    certificates = grpc_server.read_certificates(
+        is_secure=settings.secure, directory=settings.cert_path
+    )
     process_setup.collect_garbage_rarely()
     stop = process_setup.stop_on_signals()
     limits = parser.HttpLimits(body_bytes=settings.body_limit_mb * 2**20)
@@ -128,7 +127,6 @@ async def _serve_routing(
     exposition = http.HttpServer(_metrics_routes(registry))
     running = tasks.Tasks()
     try:
-        certificates = Path(settings.cert_path) if settings.secure and settings.cert_path else None
         ports = [await ext_proc.start(settings.host, settings.port, certificates)]
         if settings.enable_api:
             ports.append(

@@ -1,4 +1,4 @@
-"""The gRPC server that Envoy calls: one stream of messages for each HTTP request."""
+"""The gRPC server that Envoy calls: one stream of messages for each HTTP request; and the checks of its health."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -12,9 +12,28 @@ from dynamo.base import addresses, errors
 from dynamo.gateway import ext_proc_pb2, processor
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"  # the published name
+HEALTH = "grpc.health.v1.Health"  # likewise: Kubernetes, Envoy and gateways ask it
+_SERVING = b"\x08\x01"  # its answer of one field, as protobuf encodes it
 MAX_CALLS = 10_000
 _ENVELOPE_BYTES = 2**20  # of a message around its body
 _logger = logging.getLogger(__name__)
+
+
+def read_certificates(*, is_secure: bool, directory: str | None) -> tuple[bytes, bytes] | None:
+    """Return the key and the certificates for TLS, if it is to be spoken. Raises ConfigError."""
+    if not is_secure:
+        return None
+    if directory is None:
+        raise errors.ConfigError(
+            "--secure: expected --cert-path, the directory of tls.crt and tls.key"
+        )
+    try:
+        key, chain = [(Path(directory) / name).read_bytes() for name in ("tls.key", "tls.crt")]
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--cert-path {directory}: expected tls.crt and tls.key in it: {error}"
+        ) from error
+    return key, chain
 
 
 class ExtProcServer:
@@ -27,10 +46,12 @@ class ExtProcServer:
         self._max_body_bytes = max_body_bytes
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, host: str, port: int, certificates: Path | None = None) -> int:
+    async def start(
+        self, host: str, port: int, certificates: tuple[bytes, bytes] | None = None
+    ) -> int:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError.
 
-        `certificates` is a directory with `tls.crt` and `tls.key`; without it the connection is not encrypted.
+        `certificates` are those of `read_certificates`; without them the connection is not encrypted.
         """
         size = self._max_body_bytes + _ENVELOPE_BYTES
         server = grpc.aio.server(
@@ -46,17 +67,20 @@ class ExtProcServer:
             request_deserializer=ext_proc_pb2.ProcessingRequest.FromString,
             response_serializer=ext_proc_pb2.ProcessingResponse.SerializeToString,
         )
-        handlers = grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
-        server.add_generic_rpc_handlers((handlers,))
+        check = grpc.unary_unary_rpc_method_handler(_check_health)
+        handlers = (
+            grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),
+            grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),
+        )
+        server.add_generic_rpc_handlers(handlers)
         address = addresses.join(host, port)
         try:
             if certificates is None:
                 bound_port = server.add_insecure_port(address)
             else:
-                pair = [(certificates / name).read_bytes() for name in ("tls.key", "tls.crt")]
-                credentials = grpc.ssl_server_credentials([(pair[0], pair[1])])
+                credentials = grpc.ssl_server_credentials([certificates])
                 bound_port = server.add_secure_port(address, credentials)
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             raise errors.ConfigError(f"--port: cannot listen on {address}: {error}") from error
         await server.start()
         self._server = server
@@ -73,3 +97,9 @@ class ExtProcServer:
         async for message in requests:
             for answer in await stream.process(message):
                 await context.write(answer)
+
+
+async def _check_health(_: bytes, context: Any) -> bytes:
+    """Answer that each service is serving: a process that stops refuses the call."""
+    del context
+    return _SERVING
