@@ -45,7 +45,8 @@ class EndpointPickerConfig:
         9002, help="port of external processing (gRPC); 0: any", least=0, most=65535
     )
     frontend: str = config.option(
-        "127.0.0.1:8000", help="address of a frontend with --router-mode kv, which is asked"
+        "127.0.0.1:8000",
+        help="address or URL of a frontend with --router-mode kv, which is asked",
     )
     target_port: int = config.option(
         8000, help="port of the frontend in each worker's pod", least=1, most=65535
@@ -59,10 +60,16 @@ class EndpointPickerConfig:
 
 
 class FrontendQuestions:
-    """Asks the frontend which worker it would choose, and where its workers are."""
+    """Asks the frontend which worker it would choose, and where its workers are. Raises ConfigError for no address."""
 
     def __init__(self, settings: EndpointPickerConfig) -> None:
         self.settings = settings
+        address = settings.frontend
+        self._url = (address if "//" in address else f"http://{address}").rstrip("/")
+        try:
+            client.split_url(self._url)
+        except errors.ConfigError as error:
+            raise errors.ConfigError(f"--frontend: {error}") from error
         self._turns = itertools.count()
 
     async def find_hosts(self, headers: Mapping[str, str]) -> dict[int, str]:
@@ -123,11 +130,14 @@ class FrontendQuestions:
 
         Raises NoWorkers if the frontend does not answer.
         """
-        url = f"http://{self.settings.frontend}{path}"
         forwarded = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
         try:
             return await client.request(
-                method, url, body, headers=forwarded, timeout_s=self.settings.timeout_s
+                method,
+                self._url + path,
+                body,
+                headers=forwarded,
+                timeout_s=self.settings.timeout_s,
             )
         except errors.Unavailable as error:
             raise errors.NoWorkers(f"the frontend did not answer: {error}") from error

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.gateway import endpoint_picker
 from dynamo.gateway import ext_proc_pb2 as messages
 
@@ -181,3 +182,21 @@ async def test_worker_that_the_frontend_has_lost_gets_no_turn(picker, frontend):
     found = [await pick(picker(), "/v1/responses", b"{}") for _ in range(2)]
 
     assert {headers[endpoint_picker.WORKER] for headers in found} == {"8"}
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/"])
+async def test_frontend_may_be_named_by_its_url(frontend, address):
+    settings = endpoint_picker.EndpointPickerConfig(frontend=address)
+    questions = endpoint_picker.FrontendQuestions(settings)
+
+    await pick(endpoint_picker.PickingProcessor(questions, 10_000), "/v1/models")
+
+    assert [path for _, path, *_ in frontend.asked] == ["/health"]
+
+
+@pytest.mark.parametrize("address", ["", ":8000", "host:port", "ftp://host"])
+def test_address_that_is_none_is_refused_at_the_start(address):
+    settings = endpoint_picker.EndpointPickerConfig(frontend=address)
+
+    with pytest.raises(errors.ConfigError, match="--frontend"):
+        endpoint_picker.FrontendQuestions(settings)
