@@ -212,6 +212,8 @@ class RoutedExchange(exchange.WrappedExchange):
         content_type: str = "application/json",
         headers: exchange.Headers = (),
     ) -> None:
+        if status >= 400:
+            self._service.record_failure(self._outcome, status)
         ask_next, self._ask_next = self._ask_next, None
         if status >= 500 and ask_next is not None and not self.is_closed and ask_next(status):
             return

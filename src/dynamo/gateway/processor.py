@@ -247,7 +247,8 @@ class StreamProcessor:
 
     def _take_response_headers(self, headers: Any) -> Any:
         received = _read_headers(headers.headers)
-        self._is_success = received.get(":status", "").startswith("2")
+        status = received.get(":status", "")
+        self._is_success = status.startswith("2")
         common = messages.CommonResponse()
         response = messages.ProcessingResponse(
             response_headers=messages.HeadersResponse(response=common)
@@ -257,6 +258,8 @@ class StreamProcessor:
             response.mode_override.response_body_mode = _STREAMED
         if self._outcome is None:
             return response
+        if status.startswith(("4", "5")):
+            self._routing.record_failure(self._outcome, int(status))
         if self._is_success:
             common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)

@@ -22,7 +22,7 @@ class SemanticMetrics:
             "model_requests_total", "requests by the model that gets them", ("model",)
         )
         self._errors = registry.counter(
-            "request_errors_total", "refused requests", ("model", "reason")
+            "request_errors_total", "requests that were refused or failed", ("model", "reason")
         )
         self._changes = registry.counter(
             "model_routing_modifications_total",
@@ -146,7 +146,7 @@ class SemanticMetrics:
             self._misses.inc()
 
     def record_refusal(self, model: str, reason: str) -> None:
-        """Count a request that could not be routed."""
+        """Count a request that could not be routed, or that its model's server answered with an error."""
         self._errors.labels(model, reason).inc()
 
     def record_classification(self, classifier: str, seconds: float) -> None:

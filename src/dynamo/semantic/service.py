@@ -383,6 +383,11 @@ class RoutingService:
         self.metrics.record_first_piece(model, outcome.begun_at - outcome.routed_at)
         self.router.remember_response(outcome, data)
 
+    def record_failure(self, outcome: routing_outcome.RoutedRequest, status: int) -> None:
+        """Count an answer of the model's server that is an error."""
+        reason = "upstream_5xx" if status >= 500 else "upstream_4xx"
+        self.metrics.record_refusal(self._label_of(outcome.explanation.model), reason)
+
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the time and usage of a complete answer, and store it where the request's decision caches."""
         try:

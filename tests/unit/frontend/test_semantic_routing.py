@@ -303,6 +303,15 @@ async def test_next_model_is_asked_once_when_the_chosen_one_fails_before_its_fir
     assert len(routed.coder.requests) == len(routed.general.requests) == 1
 
 
+async def test_failed_model_is_counted_though_another_one_answers(routed):
+    routed.coder.script = fail_at_once
+    await routed.chat("some python", model="auto")
+
+    metrics = await routed.metrics()
+
+    assert metrics['llm_request_errors_total{model="coder",reason="upstream_5xx"}'] == 1
+
+
 async def test_failure_of_the_second_model_is_the_answer(routed):
     routed.coder.script = routed.general.script = fail_at_once
 

@@ -49,9 +49,9 @@ async def ask(stream, body, protocol=None, **pairs):
     return answers + await stream.process(messages.ProcessingRequest(request_body=whole))
 
 
-async def answer(stream, *pieces, content_type="application/json"):
+async def answer(stream, *pieces, content_type="application/json", status=200):
     """The answers to headers and body of a response."""
-    head = headers(**{":status": "200", "content-type": content_type})
+    head = headers(**{":status": str(status), "content-type": content_type})
     answers = await stream.process(messages.ProcessingRequest(response_headers=head))
     for number, piece in enumerate(pieces):
         body = messages.HttpBody(body=piece, end_of_stream=number == len(pieces) - 1)
@@ -391,6 +391,20 @@ async def test_stream_is_measured_and_its_usage_counted(tmp_path):
     assert 'llm_completion_tokens_per_request_sum{model="coder"} 2.0' in lines
     assert 'llm_model_tpot_seconds_count{model="coder"} 1.0' in lines
     assert 'llm_model_cost_total{currency="USD",model="coder"} 1.8' in lines
+
+
+@pytest.mark.parametrize(("status", "reason"), [(503, "upstream_5xx"), (404, "upstream_4xx")])
+async def test_error_of_the_models_server_is_counted(tmp_path, status, reason):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    stream = processor.StreamProcessor(made, 10_000)
+    await ask(stream, chat("python"))
+    await answer(stream, b"{}", status=status)
+
+    lines = registry.render().decode()
+
+    assert f'llm_request_errors_total{{model="coder",reason="{reason}"}} 1.0' in lines
 
 
 CALL = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "f"}}]}}
