@@ -3,8 +3,9 @@
 Replaying gives recorded requests to a new configuration, and says what would change for them.
 """
 
+import asyncio
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
+from dynamo.protocols import encoders as protocol
 from dynamo.semantic import request_view
 
 if typing.TYPE_CHECKING:
@@ -20,6 +22,7 @@ if typing.TYPE_CHECKING:
     from dynamo.worker import classifier_set
 
 _FEATURE = "dynamo semantic"
+_PART = 64  # texts for which a server of embeddings is asked at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,10 @@ def _replay(options: SemanticCommandConfig) -> int:
 
 
 class LocalEncoders:
-    """The encoders of configurations, loaded into this process where a configuration names any. Raises ConfigError."""
+    """The encoders of configurations, loaded into this process where a configuration names any. Raises ConfigError.
+
+    A server of embeddings is asked, as the frontend asks it.
+    """
 
     def __init__(self, *routers: "tuple[str | None, router.SemanticRouter | None]") -> None:
         """Each router comes with the file of its configuration."""
@@ -114,7 +120,7 @@ class LocalEncoders:
     ) -> "guards.RequestClassifiers | None":
         """Return the classifiers for a request, after the router's encoders have read it; None: the shipped ones."""
         loaded = next((classifiers for owner, classifiers in self._sets if owner is made), None)
-        if loaded is None:
+        if loaded is None and not made.loaded.embeds:
             return None
         try:
             inputs = made.list_inputs(request_view.RequestView(body))
@@ -122,11 +128,32 @@ class LocalEncoders:
             return None  # `route` refuses the request
         missing = made.references.missing()
         inputs = [*inputs, *made.list_embedding_inputs(missing)]
-        inputs = [one for one in inputs if one.classifier in loaded.names]
-        keys = [(one.classifier, one.text) for one in inputs]
-        answers = dict(zip(keys, loaded.classify(inputs), strict=True))
+        answers = _ask_server(made, inputs)
+        if loaded is not None:
+            inputs = [one for one in inputs if one.classifier in loaded.names]
+            keys = [(one.classifier, one.text) for one in inputs]
+            answers |= dict(zip(keys, loaded.classify(inputs), strict=True))
         made.references.add(answers)
         return made.use_answers(answers)
+
+
+def _ask_server(
+    made: "router.SemanticRouter", inputs: Sequence[protocol.ClassifierInput]
+) -> dict[tuple[str, str], protocol.TextLabels]:
+    """Return the vectors of the texts that a configuration has a server of embeddings compute; none without one."""
+    settings = made.settings.encoders
+    if not settings.embeddings_url:
+        return {}
+    served = distribution.load_extra(
+        "dynamo.semantic.served_embeddings", feature=_FEATURE, extra="semantic"
+    )
+    name = served.encoder_labels.EMBEDDING
+    texts = [entry.text for entry in inputs if entry.classifier == name]
+    parts = [texts[start : start + _PART] for start in range(0, len(texts), _PART)]
+    answers: dict[tuple[str, str], protocol.TextLabels] = {}
+    for part in parts:
+        answers |= asyncio.run(served.embed_texts(part, settings))
+    return answers
 
 
 def explain(

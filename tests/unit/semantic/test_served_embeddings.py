@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dynamo.base import clock, errors
+from dynamo.cli import semantic as command
 from dynamo.observability import metrics
 from dynamo.semantic import config, config_file, encoder_scores, served_embeddings, service
 from embedding_server import CONFIG, embeddings, serving
@@ -92,6 +93,23 @@ async def test_rule_holds_by_the_vectors_of_a_server_and_not_without_them(tmp_pa
         assert await model_of(routing, "my car stalls") == "general"
 
     assert num_requests == 3  # one for the candidates
+
+
+async def test_explanation_and_replay_compare_by_the_vectors_of_the_server(tmp_path, capsys):
+    path, trace = tmp_path / "router.yaml", tmp_path / "trace.jsonl"
+    trace.write_bytes(chat("my car stalls"))
+    async with serving(embeddings) as (url, _):
+        path.write_text(CONFIG.format(url=url))
+        for options in (
+            {"action": "explain", "subject": "my car stalls", "semantic_router": str(path)},
+            {"action": "replay", "subject": str(trace), "new_config": str(path)},
+        ):
+            asked = command.SemanticCommandConfig(**options)
+            assert await asyncio.to_thread(command.run, asked) == 0
+
+    printed = capsys.readouterr().out
+    assert "embedding rule: cars" in printed
+    assert "1  go to mechanic" in printed
 
 
 async def test_large_request_is_read_beside_the_event_loop(tmp_path, monkeypatch):
