@@ -400,6 +400,18 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
         """Return whether rules or tools are compared with a text by embedding."""
         return bool(self.embedding_rules) or self.tools.enabled
 
+    @property
+    def other_files(self) -> dict[str, str]:
+        """Return the names of the files that are read beside the configuration's own, by their keys."""
+        cache, tools = self.semantic_cache, self.tools
+        names = {
+            "tools.tools_db_path": tools.tools_db_path if tools.enabled else "",
+            "semantic_cache.backend_config_path": cache.backend_config_path
+            if cache.backend_type == "milvus"
+            else "",
+        }
+        return {key: name for key, name in names.items() if name}
+
     def find_model(self, served_name: str) -> ModelSettings | None:
         """Return the settings of a model, or for the name of an adapter those of the model that it changes."""
         references = (ref for decision in self.decisions for ref in decision.modelRefs)

@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RouterLoader:
-    """Owns the file of a router. Raises ConfigError if the first file is wrong."""
+    """Owns the file of a router, and looks at those that it names. Raises ConfigError if the first file is wrong."""
 
     def __init__(
         self, path: Path, clock: clocks.Clock, served: model_choice.ServedModels | None = None
@@ -60,8 +60,9 @@ class RouterLoader:
         self.on_reload: Callable[[], None] | None = None
         self.has_encoders = True  # else a file that needs their process is refused
         self._profile = profile.load_profile()
-        self._stamp = self._read_stamp()
+        self._stamp_by_path = {path: _read_stamp(path)}
         loaded = self._load()
+        self._follow_files(loaded.settings)
         self.router = semantic_router.SemanticRouter(
             loaded, self._profile, clock, served, threading.RLock()
         )
@@ -70,17 +71,17 @@ class RouterLoader:
         self._log_notes()
 
     async def watch(self) -> None:
-        """Reload the file whenever it changes, until cancelled."""
+        """Reload the file whenever it, or one that it names, changes, until cancelled."""
         while True:
             await self._clock.sleep(RELOAD_INTERVAL_S)
             self.reload_if_changed()
 
     def reload_if_changed(self) -> bool:
         """Read a changed file, and return whether it is in force; a wrong one is logged and passed over."""
-        stamp = self._read_stamp()
-        if stamp == self._stamp:
+        stamps = {path: _read_stamp(path) for path in self._stamp_by_path}
+        if stamps == self._stamp_by_path:
             return False
-        self._stamp = stamp
+        self._stamp_by_path = stamps
         try:
             loaded = self._load()
         except errors.ConfigError as error:
@@ -88,6 +89,7 @@ class RouterLoader:
             _logger.error("%s; the configuration from before stays in force", error)  # noqa: TRY400
             return False
         self.last_error = ""
+        self._follow_files(loaded.settings)
         self._put_in_force(loaded)
         self.is_saved = True
         _logger.info("%s: reloaded, %d decisions", self.path, len(loaded.settings.decisions))
@@ -128,13 +130,25 @@ class RouterLoader:
         for note in self.router.loaded.notes:
             _logger.warning("%s: %s", self.path, note)
 
-    def _read_stamp(self) -> tuple[int, int, int]:
-        """Return what changes with the file: time, size and number; zeros if it is not there."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return 0, 0, 0
-        return status.st_mtime_ns, status.st_size, status.st_ino
+    def _follow_files(self, settings: config.SemanticConfig) -> None:
+        """Look from now on at the files that a configuration names, and no longer at those of the former one."""
+        others = [
+            config.find_file(key, name, self.path.parent)
+            for key, name in settings.other_files.items()
+        ]
+        self._stamp_by_path = {
+            path: self._stamp_by_path.get(path) or _read_stamp(path)
+            for path in (self.path, *others)
+        }
+
+
+def _read_stamp(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file: time, size and number; zeros if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def load_config(

@@ -1,5 +1,6 @@
 """Reloading the configuration of the semantic router."""
 
+import json
 import sys
 import threading
 
@@ -47,6 +48,33 @@ def test_folder_that_cannot_be_is_logged_at_a_reload_and_ends_nothing(path, capl
 
 def test_unchanged_file_is_not_read_again(path):
     assert not service.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
+
+
+def test_changed_file_of_tools_takes_effect(path):
+    path.write_text(semantic_configs.CONFIG + "tools: {enabled: true, tools_db_path: tools.json}\n")
+    database = path.with_name("tools.json")
+
+    def write(*names):
+        tools = [
+            {"tool": {"function": {"name": name}}, "description": f"a tool {name}"}
+            for name in names
+        ]
+        database.write_text(json.dumps(tools))
+
+    write("mail")
+    loader = service.RouterLoader(path, clock.VirtualClock())
+    assert not loader.reload_if_changed()
+
+    write("mail", "weather")
+    assert loader.reload_if_changed()
+    database.write_text("{")
+    assert not loader.reload_if_changed()
+    assert "tools.json" in loader.last_error
+    assert [tool.name for tool in loader.router.loaded.tools] == ["mail", "weather"]
+
+    write("news")
+    assert loader.reload_if_changed()
+    assert [tool.name for tool in loader.router.loaded.tools] == ["news"]
 
 
 def test_wrong_first_file_stops_the_start(path):
