@@ -109,6 +109,8 @@ class FrontendQuestions:
             return None  # the frontend that gets the request says what is wrong with it
         request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
         status, answer = await self._ask("POST", path, json.dumps(request).encode(), headers)
+        if status == 400:  # the question may be wrong as a stream, where the request is none
+            return None
         if status != 200:
             return immediate.ImmediateAnswer(
                 status=status, content_type="application/json", body=answer

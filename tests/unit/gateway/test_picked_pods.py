@@ -13,7 +13,10 @@ WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
 
 
 class Frontend:
-    """Answers the questions of the picker, and keeps them; it has a key if `key` is set, and has lost `down`."""
+    """Answers the questions of the picker, and keeps them; it has a key if `key` is set, and has lost `down`.
+
+    As the real one, it tells no log probabilities of prompts in a stream.
+    """
 
     def __init__(self):
         self.asked = []
@@ -36,6 +39,8 @@ class Frontend:
             return 200, json.dumps({"instances": instances} if is_known else {}).encode()
         if not is_known:
             return 401, b'{"error": {}}'
+        if json.loads(content)["stream"] and "prompt_logprobs" in json.loads(content):
+            return 400, b'{"error": {}}'
         return 200, b'event: worker_instance_id\n: "8"\n\n'
 
 
@@ -124,6 +129,14 @@ async def test_pod_says_what_is_wrong_with_a_request(picker, frontend, body):
 
     assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
     assert [method for method, *_ in frontend.asked] == ["GET"]
+
+
+async def test_request_that_only_a_stream_may_not_be_goes_to_a_pod(picker):
+    body = b'{"model": "a", "prompt": "b", "prompt_logprobs": 1, "stream": false}'
+
+    headers = await pick(picker(), "/v1/completions", body)
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
 
 
 async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
