@@ -119,9 +119,11 @@ def response_key(tenant: str, response_id: str) -> str:
 def conversation_keys(
     view: request_view.RequestView, headers: Mapping[str, str], tenant: str
 ) -> tuple[list[str], list[str]]:
-    """Return the keys under which earlier turns were noted, and those under which this one is to be noted."""
-    session = headers.get("x-session-id") or view.fields.get("user")
-    if isinstance(session, str) and session:
+    """Return the keys under which earlier turns were noted, and those under which this one is to be noted.
+
+    The field `user` is no key: it names a person, or an application, with many conversations.
+    """
+    if session := headers.get("x-session-id"):
         key = f"{tenant}\n{session}"
         return [key], [key]
     previous = view.fields.get("previous_response_id")

@@ -14,6 +14,7 @@ from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, SUM, chat, make_router
 
 IMAGE_BLOCK = {"type": "image", "source": {}}
+SESSION = {"x-session-id": "1"}
 
 
 def fields_of(outcome):
@@ -164,9 +165,9 @@ def test_attack_goes_to_no_other_model_than_that_of_its_guard():
 
 def test_conversation_is_guarded_by_the_decision_that_it_keeps():
     made = make_router()
-    made.route(chat(SUM, user="u"), {})
+    made.route(chat(SUM), SESSION)
 
-    outcome = made.route(chat(f"and with my card {CARD}", user="u"), {})
+    outcome = made.route(chat(f"and with my card {CARD}"), SESSION)
 
     assert dict(outcome.answer.headers)["x-vsr-pii-types"] == "B-CREDIT_CARD"
     assert dict(outcome.answer.headers)["x-vsr-selected-decision"] == "sums_decision"
@@ -418,16 +419,16 @@ def test_observed_decision_holds_no_conversation():
     rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
     trial = f"  - {{name: trial, mode: observe, {rules}}}\nprompt_guard:"
     made = make_router(semantic_configs.CONFIG.replace("prompt_guard:", trial))
-    made.route(chat(SUM, user="u"), {})
+    made.route(chat(SUM), SESSION)
 
-    assert fields_of(made.route(chat("python", user="u"), {}))["model"] == "coder"
+    assert fields_of(made.route(chat("python"), SESSION))["model"] == "coder"
 
 
 def test_conversation_switches_for_a_much_better_model():
     made = make_router()
-    made.route(chat("Sort a list in python", user="u"), {})
+    made.route(chat("Sort a list in python"), SESSION)
 
-    outcome = made.route(chat(SUM, user="u"), {})
+    outcome = made.route(chat(SUM), SESSION)
 
     assert fields_of(outcome)["model"] == "mathy"
     assert headers_of(outcome)["x-vsr-conversation"].startswith("switched")
@@ -443,21 +444,31 @@ def test_tool_result_goes_to_the_model_that_called_the_tool():
     assert fields_of(made.route(chat(result), {}))["model"] == "coder"
 
 
+def test_conversations_of_one_user_are_apart():
+    made = make_router()
+    made.route(chat(SUM, user="u"), {})
+
+    outcome = made.route(chat("hello", user="u"), {})
+
+    assert fields_of(outcome)["model"] == "general"
+    assert "x-vsr-conversation" not in headers_of(outcome)
+
+
 async def test_idle_conversation_is_decided_anew():
     at = clock.VirtualClock()
     made = make_router(at=at)
-    made.route(chat("python", user="u"), {})
+    made.route(chat("python"), SESSION)
 
     await at.advance(3600)
 
-    assert fields_of(made.route(chat("hello", user="u"), {}))["model"] == "general"
+    assert fields_of(made.route(chat("hello"), SESSION))["model"] == "general"
 
 
 def test_conversations_of_two_tenants_are_apart():
     made = make_router()
-    made.route(chat("python", user="u"), {}, "one")
+    made.route(chat("python"), SESSION, "one")
 
-    assert fields_of(made.route(chat("hello", user="u"), {}, "two"))["model"] == "general"
+    assert fields_of(made.route(chat("hello"), SESSION, "two"))["model"] == "general"
 
 
 @settings(max_examples=60, deadline=None)
