@@ -364,6 +364,9 @@ class SemanticRouter:
         explanation.conversation = f"{'stayed' if stays else 'switched'}: {reason}"
         if not stays:
             return match, ""
+        references = [] if match is None or view.is_tool_result else match.settings.modelRefs
+        if references and references[0].served_name == turn.model:
+            return match, turn.model  # the text's own decision has that model, too
         earlier = next((d for d in self.settings.decisions if d.name == turn.decision), None)
         if earlier is None or earlier.mode == "observe":
             return (match if turn.decision else None), turn.model

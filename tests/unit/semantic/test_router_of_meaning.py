@@ -396,6 +396,19 @@ def test_conversation_keeps_its_model():
     assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
 
 
+def test_conversation_follows_another_decision_with_the_model_that_it_keeps():
+    named = "{model: coder, use_reasoning: true, reasoning_effort: high}"
+    made = make_router(semantic_configs.CONFIG.replace(named, "{model: mathy}"))
+    made.route(chat(SUM), SESSION)
+
+    outcome = made.route(chat("python"), SESSION)
+
+    assert outcome.explanation.decision == "code_decision"
+    assert outcome.explanation.reasoning == "off"
+    assert fields_of(outcome)["model"] == "mathy"
+    assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
+
+
 def test_conversation_keeps_no_decision_that_is_only_observed_by_now():
     made, session = make_router(), {"x-session-id": "1"}
     made.route(chat(SUM), session)
