@@ -58,7 +58,7 @@ def refusal_of(
     """Return why a model cannot serve a request; None if it can."""
     live = served.find_served(model)
     if live is None:
-        return "no live worker"
+        return routing_outcome.ABSENT
     entry = settings.find_model(model)
     for limits in (live,) if entry is None else (live, limits_of(entry)):
         if view.has_images and not limits.accepts_images:

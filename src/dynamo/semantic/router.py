@@ -104,7 +104,7 @@ class SemanticRouter:
         barred: Mapping[str, str] | None = None,
         api: rewriting.RequestApi = "chat",
     ) -> routing_outcome.RoutedRequest:
-        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
+        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model is there.
 
         `failed` are models that were asked and failed, each with its reason, and `barred` those that the caller may
         not ask; they are struck out. `classifiers` have what the encoders answered for this request (`list_inputs`);
@@ -423,7 +423,7 @@ class SemanticRouter:
         view: request_view.RequestView,
         explanation: routing_outcome.Explanation,
     ) -> config.ModelReference:
-        """Return the first model that can serve the request. Raises NoWorkers, with the reason for each.
+        """Return the first model that can serve the request. Raises NoWorkers or InvalidRequest, with their reasons.
 
         No other model gets what a guard sends to its own (`route_to`).
         """
@@ -444,10 +444,7 @@ class SemanticRouter:
             if refusal is None:
                 return reference
             explanation.struck_out[name] = refusal
-        reasons = "; ".join(explanation.list_refusals())
-        raise errors.NoWorkers(
-            f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
-        )
+        raise explanation.refuse([reference.served_name for reference in references])
 
     def _set_reasoning(
         self,

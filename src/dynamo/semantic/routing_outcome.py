@@ -1,12 +1,13 @@
 """The outcome of a routed request: a request to forward or an answer to give at once, and why."""  # decider
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses
+from dynamo.base import addresses, errors
 from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
 
 ON, OFF = "on", "off"
+ABSENT = "no live worker"  # why a model is struck out, whatever the request is
 _MOST_NAME = 1000  # characters of a model's name in a header
 
 
@@ -43,6 +44,22 @@ class Explanation:
         """Return the reasons against each model, and those against barred ones once, without their names."""
         items, barred = self.struck_out.items(), self.barred
         return dict.fromkeys(why if name in barred else f"{name}: {why}" for name, why in items)
+
+    def refuse(self, models: Sequence[str]) -> errors.DynamoError:
+        """Return the error of a request that none of these models can serve, with the reason for each.
+
+        It is an InvalidRequest, caused by a NoWorkers, if all of them could serve another one.
+        """
+        reasons = "; ".join(self.list_refusals())
+        text = f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
+        absent = errors.NoWorkers(text)
+        if not models or any(
+            name in self.barred or self.struck_out[name] == ABSENT for name in models
+        ):
+            return absent
+        unfit = errors.InvalidRequest(text)
+        unfit.__cause__ = absent
+        return unfit
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that tell the client of it."""

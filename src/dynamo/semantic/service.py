@@ -366,10 +366,10 @@ class RoutingService:
         start = self._clock.now()
         try:
             outcome = self.router.route(body, headers, tenant, failed, classifiers, barred, api)
-        except errors.InvalidRequest:
-            self.metrics.record_refusal("unknown", "parse_error")
-            raise
-        except errors.NoWorkers as error:
+        except (errors.InvalidRequest, errors.NoWorkers) as error:
+            if errors.NoWorkers not in (type(error), type(error.__cause__)):
+                self.metrics.record_refusal("unknown", "parse_error")
+                raise
             self.metrics.record_refusal("none", "no_model")
             _logger.warning("routing_decision: %s", error)
             raise

@@ -11,7 +11,7 @@ from frontend_rig import events, outputs
 
 import collector
 from dynamo.base import errors
-from dynamo.frontend import dispatch
+from dynamo.frontend import dispatch, semantic_routing
 from dynamo.protocols import model_card
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
@@ -282,6 +282,26 @@ async def test_lost_model_is_named_with_its_reason(routed):
             break
 
     assert "gone: no live worker" in answer.json()["error"]["message"]
+
+
+async def test_model_that_takes_no_images_is_known_by_its_card(routed):
+    await routed.worker("seeing", runtime_config=model_card.ModelRuntimeConfig(max_images=2))
+
+    live = semantic_routing.LiveModels(routed.frontend.models)
+
+    assert live.find_served("seeing").accepts_images
+    assert not live.find_served("m").accepts_images
+
+
+async def test_image_that_no_model_takes_is_the_fault_of_the_request(routed):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUE="}}
+
+    answer = await routed.chat(
+        model="auto", messages=[{"role": "user", "content": [image, {"type": "text", "text": "x"}]}]
+    )
+
+    assert answer.status_code == 400
+    assert "m: it takes no images" in answer.json()["error"]["message"]
 
 
 def fail_at_once(call, request):

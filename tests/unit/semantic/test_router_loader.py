@@ -77,6 +77,19 @@ def test_changed_file_of_tools_takes_effect(path):
     assert [tool.name for tool in loader.router.loaded.tools] == ["news"]
 
 
+def test_request_that_no_model_can_serve_is_not_counted_as_unreadable(path):
+    path.write_text("default_model: small\nmodel_config: {small: {context_length: 5}}\n")
+    registry = metrics.Registry("llm")
+    routing = service.RoutingService(path, registry, clock.VirtualClock())
+
+    with pytest.raises(errors.InvalidRequest, match="small: the request needs some"):
+        routing.route(semantic_configs.chat("a long text " * 5), {})
+
+    refusals = registry.render().decode()
+    assert 'llm_request_errors_total{model="none",reason="no_model"} 1.0' in refusals
+    assert "parse_error" not in refusals
+
+
 def test_wrong_first_file_stops_the_start(path):
     path.write_text("a list: [\n")
 

@@ -379,6 +379,18 @@ def test_request_that_no_model_can_serve_names_the_reason_of_each():
         make_router(served=Served("mathy")).route(chat("python"), {})
 
 
+def test_request_that_each_model_could_serve_if_it_were_another_is_at_fault():
+    text = semantic_configs.CONFIG.replace("general: {}", "general: {accepts_images: false}")
+    image = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "python"}]
+    reasons = "coder: it takes no images; general: it takes no images"
+    body = chat([{"role": "user", "content": image}])
+
+    with pytest.raises(errors.InvalidRequest, match=reasons):
+        make_router(text).route(body, {})
+    with pytest.raises(errors.NoWorkers, match="coder: no live worker; general: it takes no"):
+        make_router(text, Served("general")).route(body, {})
+
+
 def turns(*texts):
     messages = [{"role": "user", "content": texts[0]}]
     for text in texts[1:]:
