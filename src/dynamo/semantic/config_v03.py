@@ -42,9 +42,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[_Tree, list[str]]:
     if "strategy" in routing:
         result["strategy"] = routing["strategy"]
     for card in _list(routing, "modelCards", "routing.modelCards"):
-        if card.get("loras"):
-            entry = result["model_config"].setdefault(str(card.get("name")), {})
-            entry["loras"] = card["loras"]
+        _add_card(card, result["model_config"], notes)
     signals = _section(routing, "signals", "routing.signals")
     _refuse_rest("routing.signals", signals, (*_SIGNALS, *_GUARD_SIGNALS))
     for name, counterpart in _SIGNALS.items():
@@ -79,6 +77,22 @@ def _providers(providers: _Tree) -> _Tree:
         endpoints += added
         models[name] = entry
     return {**defaults, "model_config": models, "vllm_endpoints": endpoints}
+
+
+def _add_card(card: _Tree, models: _Tree, notes: list[str]) -> None:
+    """Add what the card of a model says of its adapters and limits to its settings, and a note on the rest."""
+    name = str(card.get("name"))
+    path = f"routing.modelCards.{name}"
+    limits = {"loras": card.get("loras"), "context_length": card.get("context_window_size")}
+    inputs = _section(card, "modalities", f"{path}.modalities").get("input")
+    if inputs and "image" not in inputs:
+        limits["accepts_images"] = False
+    present = {key: value for key, value in limits.items() if value not in (None, [])}
+    if present:
+        models[name] = {**models.get(name, {}), **present}
+    known = ("name", "loras", "context_window_size", "modalities")
+    if without_effect := [key for key in card if key not in known]:
+        notes.append(f"{path}: {', '.join(without_effect)}: no effect here")
 
 
 def _endpoint(path: str, reference: _Tree) -> _Tree:

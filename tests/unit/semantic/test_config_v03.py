@@ -113,6 +113,19 @@ def test_models_whose_servers_have_one_name_keep_their_own(model, server):
     assert ("x-vsr-destination-endpoint", server) in outcome.upstream_headers
 
 
+def test_card_of_a_model_limits_what_it_gets():
+    tree = yaml.safe_load(NEW)
+    card = {"name": "coder", "context_window_size": 4096, "modalities": {"input": ["text"]}}
+    tree["routing"]["modelCards"] = [{**card, "family": "x", "tags": ["fast"]}]
+
+    loaded = load(yaml.dump(tree))
+
+    settings = loaded.settings.model_config["coder"]
+    assert (settings.context_length, settings.accepts_images) == (4096, False)
+    assert settings.reasoning_family == "gpt"
+    assert "routing.modelCards.coder: family, tags: no effect here" in loaded.notes
+
+
 def test_condition_alone_blocks_as_one_in_a_list_does():
     tree = yaml.safe_load(NEW)
     listed = load(yaml.dump(tree))
