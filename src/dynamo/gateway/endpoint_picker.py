@@ -179,10 +179,17 @@ class PickingProcessor(processor.StreamProcessor):
     @property
     def reads_body(self) -> bool:
         """Return whether the body of the request has a prompt that the frontend is asked about."""
-        return self.path in _ASKED_PATHS and self.headers.get(":method") == "POST"
+        is_asked = self.path in _ASKED_PATHS and self.headers.get(":method") == "POST"
+        return is_asked and not self._unusable_mode
 
     def _answer_head(self, *, has_body: bool) -> None:
         """Return no answer: the frontend in the pod lists the models."""
+        if has_body and self._unusable_mode:
+            _logger.warning(
+                "a request goes to any pod: expected BUFFERED or FULL_DUPLEX_STREAMED as Envoy's request_body_mode, "
+                "got %s",
+                self._unusable_mode,
+            )
 
     async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:
         try:

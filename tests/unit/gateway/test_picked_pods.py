@@ -8,7 +8,6 @@ from dynamo.base import errors
 from dynamo.gateway import endpoint_picker
 from dynamo.gateway import ext_proc_pb2 as messages
 
-DUPLEX = messages.ProtocolConfiguration(request_body_mode=4)
 WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
 
 
@@ -66,7 +65,7 @@ async def pick(stream, path, body=None, **headers):
     return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
 
 
-async def answers_of(stream, path, body=None, subset=None, **headers):
+async def answers_of(stream, path, body=None, subset=None, mode=4, **headers):
     """The answers to headers and body of a request; `subset` are the endpoints that the gateway allows."""
     values = {":method": "POST", ":path": path, **headers}
     head = messages.HttpHeaders(
@@ -78,7 +77,8 @@ async def answers_of(stream, path, body=None, subset=None, **headers):
         ),
         end_of_stream=body is None,
     )
-    first = messages.ProcessingRequest(request_headers=head, protocol_config=DUPLEX)
+    protocol = messages.ProtocolConfiguration(request_body_mode=mode)
+    first = messages.ProcessingRequest(request_headers=head, protocol_config=protocol)
     if subset is not None:
         namespace = first.metadata_context.filter_metadata["envoy.lb.subset_hint"]
         namespace.update({"x-gateway-destination-endpoint-subset": subset})
@@ -137,6 +137,14 @@ async def test_request_that_only_a_stream_may_not_be_goes_to_a_pod(picker):
     headers = await pick(picker(), "/v1/completions", body)
 
     assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+
+
+@pytest.mark.parametrize("mode", [0, 1, 3])
+async def test_request_whose_body_does_not_come_whole_goes_to_any_pod(picker, mode, caplog):
+    headers = await pick(picker(), "/v1/completions", b'{"model": "a", "prompt": "b"}', mode=mode)
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+    assert "request_body_mode" in caplog.text
 
 
 async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
