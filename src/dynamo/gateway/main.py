@@ -91,7 +91,7 @@ async def serve(settings: GatewayConfig) -> None:
     routing = api.service.RoutingService(Path(settings.router_config), registry, clock)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(routing.close)
-        if routing.router.loaded.uses_encoders:
+        if routing.router.loaded.uses_process:
             runtime = await component.DistributedRuntime.open(settings)
             await stack.enter_async_context(runtime)
             routing.connect_encoders(api.service.encoder_client.make_client(runtime))
