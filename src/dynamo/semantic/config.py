@@ -5,7 +5,7 @@ Keys of our own, all optional: `default_plugins`, `mode`, `route_to` and `on_err
 `accepts_structured_output`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -418,6 +418,23 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
         bases = (ref.model for ref in references if ref.lora_name == served_name)
         names = (served_name, *bases)
         return next((self.model_config[name] for name in names if name in self.model_config), None)
+
+
+def list_doubts(settings: SemanticConfig) -> Iterator[str]:
+    """Yield notes on decisions that never apply, and on those that no model is named for."""
+    for decision in settings.decisions:
+        path, rules = f"decisions.{decision.name}", decision.rules
+        if not rules.conditions:
+            yield f"{path}: it has no conditions, and never applies"
+        for kind in ("keyword", "embedding"):
+            names = {each.signal for each in rules.conditions if each.type == kind}
+            if rules.operator == "AND" and len(names) > 1:
+                yield (
+                    f"{path}: it never applies: one {kind} rule holds for a text, the first or the best, and it asks "
+                    f"for {', '.join(sorted(names))}"
+                )
+        if not (decision.modelRefs or settings.default_model):
+            yield f"{path}: no model in modelRefs and no default_model; its requests are refused"
 
 
 def fill_blanks(tree: Any, info: Any = None) -> Any:

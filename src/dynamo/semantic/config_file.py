@@ -221,7 +221,7 @@ def _decode(
         pii_types |= {label for label in bare if label}
     _check_references(settings, plugins, categories, pii_types)
     notes += [f"{key}: accepted, it has no effect here" for key in _keys_without_effect(settings)]
-    notes += _missing_models(settings)
+    notes += config.list_doubts(settings)
     return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder, tools)
 
 
@@ -300,13 +300,6 @@ def _defaults_of(section: msgspec.Struct) -> list[Any]:
         field.default_factory() if callable(field.default_factory) else field.default
         for field in msgspec.structs.fields(section)
     ]
-
-
-def _missing_models(settings: config.SemanticConfig) -> Iterator[str]:
-    """Yield notes on decisions that no model is named for."""
-    for decision in settings.decisions:
-        if not (decision.modelRefs or settings.default_model):
-            yield f"decisions.{decision.name}: no model in modelRefs and no default_model; its requests are refused"
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:

@@ -252,10 +252,33 @@ def test_keys_without_effect_are_named():
 
 
 def test_decision_for_which_no_model_is_named_is_noted():
-    (note,) = parse("decisions: [{name: sums}]").notes
+    text = "decisions: [{name: sums, rules: {conditions: [{type: domain, name: math}]}}]"
+    (note,) = parse(text).notes
 
     assert note.startswith("decisions.sums: no model")
-    assert not parse("default_model: m\ndecisions: [{name: sums}]").notes
+    assert not parse(f"default_model: m\n{text}").notes
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ("{}", "it has no conditions"),
+        ("{operator: AND, conditions: [{type: keyword, name: a}, {type: keyword, name: b}]}", "for a, b"),
+    ],
+)  # fmt: skip
+def test_decision_that_never_applies_is_noted(rules, reason):
+    words = (
+        "keyword_rules: [{name: a, keywords: [x]}, {name: b, keywords: [y]}]\ndefault_model: m\n"
+    )
+
+    (note,) = parse(f"{words}decisions: [{{name: both, rules: {rules}}}]").notes
+
+    assert note.startswith("decisions.both: ")
+    assert reason in note
+    assert not parse(
+        words + "decisions: [{name: both, rules: {operator: OR, conditions: ["
+        "{type: keyword, name: a}, {type: keyword, name: b}]}}]"
+    ).notes
 
 
 @pytest.mark.parametrize(
