@@ -72,7 +72,7 @@ class ReasoningFamily(_Section, frozen=True, kw_only=True):
 
 
 class VllmEndpoint(_Section, frozen=True, kw_only=True):
-    """The address of a server, for the gateway's destination header."""
+    """The address of a server, for the gateway's destination header; of several the one with the highest weight."""
 
     name: str
     address: str

@@ -29,7 +29,6 @@ _SIGNALS = ("keyword", "embedding", "domain")
 _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
     config.SemanticConfig: ("mom_registry", "response_api", "observability"),
     config.Category: ("model_scores",),
-    config.VllmEndpoint: ("weight",),
     config.ModelSettings: ("loras",),
     config.CategoryModel: ("threshold", "use_cpu"),
     config.PiiModel: ("use_cpu",),

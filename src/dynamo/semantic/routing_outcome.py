@@ -21,7 +21,6 @@ class Explanation:
     confidence: float = 0.0
     requested_model: str = ""
     model: str = ""
-    endpoint: str = ""
     reasoning: str = OFF
     has_system_prompt: bool = False
     conversation: str = ""  # why the conversation stayed with its model or left it
@@ -128,12 +127,13 @@ class RoutedRequest:
         entry = settings.find_model(model)
         if entry is not None and entry.access_key:
             self.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
-        address_by_name = {
-            e.name: addresses.join(e.address, e.port) for e in settings.vllm_endpoints
-        }
-        for name in entry.preferred_endpoints[:1] if entry is not None else ():
-            self.explanation.endpoint = address_by_name[name]
-            self.upstream_headers.append(("x-vsr-destination-endpoint", address_by_name[name]))
+        by_name = {endpoint.name: endpoint for endpoint in settings.vllm_endpoints}
+        names = entry.preferred_endpoints if entry is not None else ()
+        if endpoints := [by_name[name] for name in names]:
+            # of equal ones it is the first
+            preferred = max(endpoints, key=lambda endpoint: endpoint.weight)
+            address = addresses.join(preferred.address, preferred.port)
+            self.upstream_headers.append(("x-vsr-destination-endpoint", address))
         if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
             self.upstream_headers.append(("x-selected-model", model))
         mutation = plugins.get("header_mutation")

@@ -227,7 +227,6 @@ def test_guard_that_routes_to_no_model_is_refused(text):
 UNUSED = """
 default_model: m
 model_config: {m: {pricing: {prompt_per_1m: 2}, loras: [{name: x}]}}
-vllm_endpoints: [{name: a, address: b, port: 80, weight: 3}]
 semantic_cache: {use_hnsw: true, hnsw_m: 16, embedding_model: gemma, backend_config_path: x}
 categories: [{name: sums, mmlu_categories: [math], model_scores: [{model: m, score: 3}]}]
 api: {batch_classification: {max_batch_size: 5, max_concurrency: 3}}
@@ -240,7 +239,6 @@ def test_keys_without_effect_are_named():
 
     assert keys == {
         "model_config.m.loras",
-        "vllm_endpoints[0].weight",
         "semantic_cache.use_hnsw",
         "semantic_cache.embedding_model",
         "semantic_cache.backend_config_path",

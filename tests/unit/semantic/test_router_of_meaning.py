@@ -54,6 +54,17 @@ def test_name_that_is_no_header_is_not_made_one(name):
     assert outcome.upstream_headers == []
 
 
+@pytest.mark.parametrize(("weight", "address"), [(0.5, "10.0.0.1:8000"), (2, "10.0.0.2:8000")])
+def test_endpoint_with_the_highest_weight_is_asked(weight, address):
+    west = f"  - {{name: west, address: 10.0.0.2, port: 8000, weight: {weight}}}"
+    text = semantic_configs.CONFIG.replace("endpoints: [east]", "endpoints: [east, west]")
+    made = make_router(text.replace("keyword_rules:", f"{west}\nkeyword_rules:"))
+
+    headers = dict(made.route(chat(SUM), {}).upstream_headers)
+
+    assert headers["x-vsr-destination-endpoint"] == address
+
+
 def test_adapter_is_asked_at_the_address_of_its_model():
     text = semantic_configs.CONFIG.replace("{model: mathy,", "{model: mathy, lora_name: sums,")
 
