@@ -132,17 +132,17 @@ class RequestView:
     @property
     def wants_structure(self) -> bool:
         """Return whether the answer must follow a schema or grammar, in the words of any of the APIs."""
-        text = self.fields.get("text")
-        kinds = [
-            self.fields.get("response_format"),
-            text.get("format") if isinstance(text, dict) else None,
-        ]
+        holders = [self.fields.get(name) for name in ("text", "output_config")]
+        kinds = [holder.get("format") for holder in holders if isinstance(holder, dict)]
+        kinds.append(self.fields.get("response_format"))
         if any(isinstance(kind, dict) and kind.get("type") not in (None, "text") for kind in kinds):
             return True
+        extensions = self.fields.get("nvext")
+        guided = {**self.fields, **(extensions if isinstance(extensions, dict) else {})}
         return any(
             value
-            for name, value in self.fields.items()
-            if name.startswith("guided_") or name == "structured_outputs"
+            for name, value in guided.items()
+            if name.startswith("guided_") or name in ("structured_outputs", "format")
         )
 
     @property

@@ -26,11 +26,16 @@ SETTINGS = config.SemanticConfig(
         ({"response_format": {"type": "json_object"}}, "it cannot hold an answer to a schema"),
         ({"response_format": {"type": "text"}}, None),
         ({"text": {"format": {"type": "json_schema"}}}, "it cannot hold an answer to a schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "it cannot hold an answer to a schema"),
+        ({"output_config": {"effort": "low"}}, None),
+        ({"format": "json"}, "it cannot hold an answer to a schema"),
+        ({"format": ""}, None),
+        ({"nvext": {"guided_regex": "a+"}}, "it cannot hold an answer to a schema"),
         ({"guided_regex": "a+"}, "it cannot hold an answer to a schema"),
         ({"structured_outputs": {"regex": "a+"}}, "it cannot hold an answer to a schema"),
         ({"max_output_tokens": 10**6}, "the request needs some 1000000 tokens, it has 100"),
     ],
-)
+)  # fmt: skip
 def test_limit_of_the_configuration_refuses(fields, reason):
     view = request_view.RequestView(msgspec.json.encode({"prompt": "hi", **fields}))
     served = model_choice.ConfiguredModels(SETTINGS)
