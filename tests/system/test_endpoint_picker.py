@@ -80,8 +80,8 @@ def test_requests_with_one_prefix_go_to_one_pod_and_others_where_less_runs(deplo
     before = pool.counts()
     answers = [pool.chat(f"{shared} {n}") for n in range(4)]
     of_prefix = [after - count for after, count in zip(pool.counts(), before, strict=True)]
-    body = {"model": MODEL, "stream": True, "max_tokens": 100_000, "ignore_eos": True}
-    long = {**body, "messages": [{"role": "user", "content": "Go on and on. " * 200}]}
+    body = {"model": MODEL, "stream": True, "max_tokens": 1500, "ignore_eos": True}
+    long = {**body, "messages": [{"role": "user", "content": "Go on and on. " * 20}]}
     with httpx.stream(
         "POST", f"{pool.url}/v1/chat/completions", json=long, timeout=PATIENT_S
     ) as running:
@@ -104,6 +104,7 @@ def test_requests_with_one_prefix_go_to_one_pod_and_others_where_less_runs(deplo
     broken = httpx.post(f"{pool.url}/v1/chat/completions", content=b"{", timeout=PATIENT_S)
     unknown = pool.chat("hello", model="unknown")
 
+    assert running.status_code == 200
     assert [answer.status_code for answer in answers] == [200] * 4
     assert sorted(of_prefix) == [0, 4]
     assert streamed.text.endswith("data: [DONE]\n\n")
