@@ -147,7 +147,7 @@ class EmbeddingDelivery:
         self._client.respond(200, body, headers=self.plan.headers)
 
     def find_missing(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of these inputs whose vectors have not come."""
+        """Return those of these inputs of which no vector has come."""
         return [number for number in numbers if self._objects[number] is None]
 
     def fail(self, error: errors.DynamoError) -> None:

@@ -35,7 +35,7 @@ from dynamo.router import route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
-RELOAD_S = 10.0  # until a model is loaded again whose files could not be read
+RELOAD_S = 10.0  # until a model is loaded again after its files could not be read
 MAX_LOADS = 4  # of models at a time; each may wait for files, and takes memory for its tokenizer
 _logger = logging.getLogger(__name__)
 RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
