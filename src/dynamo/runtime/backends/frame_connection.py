@@ -5,7 +5,7 @@ A `FrameConnection` belongs to one handler, which knows what the frames mean: `c
 
 Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process that stood still itself
 reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
-Only a connection with open streams, or whose peer owes an answer, is watched; the client speaks at least every second
+Only a connection with open streams, or that waits for an answer, is watched; the client speaks at least every second
 tick, and after a pause at once, so that each side hears from a living peer. Items of other streams prove nothing for a
 request that was just sent: where long packets vanish in one direction, it never arrives, though the other direction
 lives. So the client sends a ping behind new streams, and a peer that does not answer it is as silent as one that says
