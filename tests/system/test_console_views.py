@@ -146,10 +146,10 @@ def test_list_of_requests_in_flight_follows_them(served, page):
 
 def test_model_that_comes_later_can_be_chosen_in_the_chat(deployment, served, page):
     show(page, served.url, "chat")
-    page.locator(f'option[value="{MODEL}"]').wait_for(state="attached")
+    page.locator("option", has_text=MODEL).wait_for(state="attached")
     served.others.append(deployment.mocker("--model-name", "later"))
 
-    page.locator('option[value="later"]').wait_for(state="attached")
+    page.locator("option", has_text="later").wait_for(state="attached")
 
 
 def test_planners_of_two_namespaces_are_shown_each_with_its_simulation(deployment, page):
@@ -163,6 +163,7 @@ def test_planners_of_two_namespaces_are_shown_each_with_its_simulation(deploymen
         for name, is_leader in (("one", True), ("two", True), ("two", False))
     ]  # fmt: skip
     page.route("**/console/api/planner*", lambda route: route.fulfill(json={"planners": reports}))
+    eventually(frontend.is_live, what="the frontend")
     show(page, frontend.url, "planner")
     page.locator("[data-planner]").nth(1).wait_for()
     names = [each.get_attribute("data-planner") for each in page.locator("[data-planner]").all()]
