@@ -56,11 +56,7 @@ def _tagged(
             call_scanners.MarkerScanner, reader.end, *reader.value_marks
         ),
         parse=reader,
-        preview=(
-            functools.partial(call_previews.NestedTagPreview, reader)
-            if isinstance(reader, call_syntax.NestedTagReader)
-            else functools.partial(call_previews.TaggedPreview, reader)
-        ),
+        preview=functools.partial(call_previews.TaggedPreview, reader),
     )
 
 
@@ -189,14 +185,16 @@ _KIMI_K3 = _tagged(
     closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
 )
 _NAMESPACE = "]<]minimax[>["  # a token
+_NESTED = call_syntax.NestedTagReader(f"{_NAMESPACE}</invoke>", _INVOKED_NAME, _NAMESPACE)
 _MINIMAX_M3_CALLS = dataclasses.replace(
     _tagged(
-        call_syntax.NestedTagReader(f"{_NAMESPACE}</invoke>", _INVOKED_NAME, _NAMESPACE),
+        _NESTED,
         section=f"{_NAMESPACE}<tool_call>",
         opens=f"{_NAMESPACE}<invoke name=",
         closes=(f"{_NAMESPACE}</tool_call>",),
         inner=(_NAMESPACE,),
     ),
+    preview=functools.partial(call_previews.NestedTagPreview, _NESTED),
     ends_thought=(f"{_NAMESPACE}<tool_call>",),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
