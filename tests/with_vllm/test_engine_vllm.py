@@ -72,3 +72,4 @@ async def test_start_returns_the_facts_of_vllms_configuration(host):
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 32, 24)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
     assert facts.supports_guided
+    assert not facts.supports_thinking_limit  # it has no reasoning parser

@@ -401,6 +401,7 @@ def _connectors(settings: VllmConfig, *, has_sleep_mode: bool) -> Sequence[str]:
 def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.EngineFacts:
     parallel = config.parallel_config
     num_ranks = parallel.data_parallel_size
+    thoughts = config.reasoning_config
     return api.EngineFacts(
         context_length=config.model_config.max_model_len,
         # its ranks share the tokens of a block
@@ -414,7 +415,7 @@ def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.Engi
             config.model_config.max_logprobs, config.model_config.get_vocab_size()
         ),
         # it needs `--reasoning-parser` or `--reasoning-config`
-        supports_thinking_limit=config.reasoning_config is not None,
+        supports_thinking_limit=thoughts is not None and thoughts.enabled,
         supports_guided=not config.model_config.skip_tokenizer_init,
         lora_names=lora_names,
         max_images=versions.max_images(config),
