@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 
 from dynamo.worker import hub_models
 from waiting import PATIENT_S, eventually
@@ -184,29 +183,6 @@ def test_process_that_waited_for_another_one_goes_on_where_that_ended(fetch, end
 def _waiting_locks():
     lines = pathlib.Path("/proc/locks").read_text().splitlines()
     return "\n".join(line for line in lines if "->" in line)
-
-
-def test_weights_in_the_form_of_their_makers_are_not_fetched_too(tmp_path, monkeypatch):
-    names = ["model.safetensors", "original/model.safetensors"]
-    siblings = [SimpleNamespace(rfilename=name, size=1) for name in names]
-    api = SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=siblings, sha="1"))
-    fetched = []
-
-    def snapshot_download(name, *, allow_patterns, ignore_patterns=None, **_):
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        fetched.extend(filter_repo_objects(names, **patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub_models.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_models.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub_models.huggingface_hub, "HfApi", lambda: api)
-    monkeypatch.setattr(hub_models.huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(
-        hub_models, "fetch_large_files", lambda name, commit, paths, _: fetched.extend(paths)
-    )
-    hub_models.find("org/model", ("*.safetensors",), is_whole=lambda _: False)
-
-    assert set(fetched) == {"model.safetensors"}
 
 
 def test_file_that_fails_leaves_no_thread_for_which_the_end_of_the_process_waits(

@@ -176,12 +176,7 @@ class ShareReceiver:
     `numbers` are the places of its inputs in the whole request; `retry` asks another worker, or returns False.
     """
 
-    def __init__(
-        self,
-        reply: EmbeddingDelivery,
-        numbers: Sequence[int],
-        retry: Callable[["ShareReceiver"], bool],
-    ) -> None:
+    def __init__(self, reply: EmbeddingDelivery, numbers: Sequence[int], retry: "Retry") -> None:
         self.reply, self.numbers, self._retry = reply, numbers, retry
         self.tried_instances: list[int] = []
         self.losses: list[errors.DynamoError] = []
@@ -201,6 +196,9 @@ class ShareReceiver:
             self.reply.fail(error)
         except (msgspec.DecodeError, IndexError) as error:
             self.reply.fail(errors.RemoteProtocolError(f"expected vectors: {error}"))
+        except Exception:  # a fault of ours: what has come is not asked for again
+            self.reply.fail(errors.DynamoError(dispatch.LOST_ANSWER))
+            raise
 
     def ended(self, error: errors.DynamoError | None) -> None:
         missing = self.reply.find_missing(self.numbers)
@@ -213,6 +211,7 @@ class ShareReceiver:
             self.reply.fail(error)
 
 
+Retry = Callable[[ShareReceiver], bool]
 SendShare = Callable[[ShareReceiver], Awaitable[None]]
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_CHARS = 16 * options.MAX_EMBEDDING_TOKENS  # so that far too long a text is not tokenized
