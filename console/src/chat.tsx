@@ -100,19 +100,23 @@ export function Chat(_: ViewProps) {
 
   useEffect(() => {
     let isOver = false;
+    let hasFailed = false;
     const load = async () => {
+      let pauseMs = 2000;
       try {
         const page = await getJson<{ models: ModelRow[] }>("/console/api/models");
         if (isOver) return;
         const names = page.models.filter((model) => model.kind === "text");
         setModels(names);
-        setProblem("");
+        if (hasFailed) setProblem("");
+        hasFailed = false;
         setChosen((old) => (old.length || !names.length ? old : [names[0]!.name]));
-        if (names.length) return;
+        if (names.length) pauseMs = 5000; // others may come
       } catch (error) {
+        hasFailed = true;
         if (!isOver) setProblem((error as Error).message);
       }
-      if (!isOver) setTimeout(load, 2000);
+      if (!isOver) setTimeout(load, pauseMs);
     };
     void load();
     input.current?.focus();

@@ -18,15 +18,27 @@ export function Planner(_: ViewProps) {
   if (problem) return <Notice kind="bad">{problem}</Notice>;
   if (!planners) return <p class="muted">Loading …</p>;
   if (!planners.length) return <div class="card"><Notice>No planner runs. <code>dynamo serve --planner</code> starts one, and so does <code>python -m dynamo.planner</code>.</Notice></div>;
-  const [planner] = planners;
+  const acting = firstOfEach(planners);
   return (
     <>
-      {planners.length > 1 && <p class="muted small">{planners.length - 1} more stand by; this is the one that acts.</p>}
-      <Report planner={planner!} />
-      <WhatIf />
-      <Decisions caption="Decisions, the latest first" rows={planner!.decisions.slice(0, MAX_SHOWN)} when={clock} />
+      {planners.length > acting.length && <p class="muted small">{planners.length - acting.length} more stand by; shown is the one that acts.</p>}
+      {acting.map((planner) => (
+        <section key={planner.namespace} data-planner={planner.namespace}>
+          {acting.length > 1 && <h2>Namespace {planner.namespace}</h2>}
+          <Report planner={planner} />
+          <WhatIf namespace={planner.namespace} />
+          <Decisions caption="Decisions, the latest first" rows={planner.decisions.slice(0, MAX_SHOWN)} when={clock} />
+        </section>
+      ))}
     </>
   );
+}
+
+/** The planner of each namespace that acts, which the API names before those that stand by. */
+function firstOfEach(planners: PlannerReport[]): PlannerReport[] {
+  const found = new Map<string, PlannerReport>();
+  for (const planner of planners) if (!found.has(planner.namespace)) found.set(planner.namespace, planner);
+  return [...found.values()].sort((one, other) => (one.namespace < other.namespace ? -1 : 1));
 }
 
 function workers(counts: WorkerCounts, mode: string): string {
@@ -48,7 +60,7 @@ function Report({ planner }: { planner: PlannerReport }) {
   );
 }
 
-function WhatIf() {
+function WhatIf({ namespace }: { namespace: string }) {
   const [factor, setFactor] = useState("2");
   const [rows, setRows] = useState<PlannerDecision[] | null>(null);
   const [problem, setProblem] = useState("");
@@ -56,7 +68,7 @@ function WhatIf() {
     event.preventDefault();
     try {
       const page = await getJson<{ planners: PlannerReport[] }>(`${PATH}?factor=${encodeURIComponent(factor)}`);
-      const steps = page.planners[0]?.what_if ?? null;
+      const steps = page.planners.find((planner) => planner.namespace === namespace)?.what_if ?? null;
       setRows(steps);
       setProblem(steps ? "" : "Nothing was measured yet.");
     } catch (error) {

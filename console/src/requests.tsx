@@ -35,12 +35,20 @@ function List() {
     setProblem("");
     if (isLive) return setOlder(null);
     let isOver = false;
-    void getJson<RequestPage>(`/console/api/requests?offset=${offset}&limit=50&state=${state}`).then(
-      (page) => isOver || setOlder(page),
-      (error) => isOver || setProblem(error.message),
-    );
+    const load = () =>
+      getJson<RequestPage>(`/console/api/requests?offset=${offset}&limit=50&state=${state}`).then(
+        (page) => {
+          if (isOver) return;
+          setOlder(page);
+          setProblem("");
+        },
+        (error: Error) => isOver || setProblem(error.message),
+      );
+    void load();
+    const timer = offset === 0 ? setInterval(load, 2000) : 0; // what a reader has paged to stays as it is
     return () => {
       isOver = true;
+      clearInterval(timer);
     };
   }, [offset, state]);
   const page = isLive ? live.value.requests : older;
@@ -64,7 +72,7 @@ function List() {
         <Legend />
       </div>
       {problem && <Notice kind="bad">{problem}</Notice>}
-      {page && !page.rows.length && <Notice>No request yet. Ask something in <a href="#/chat">Chat</a>.</Notice>}
+      {page && !page.rows.length && (state ? <Notice>No such request.</Notice> : <Notice>No request yet. Ask something in <a href="#/chat">Chat</a>.</Notice>)}
       {page && page.rows.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Requests">
           <table class="stacked">

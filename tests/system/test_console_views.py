@@ -134,6 +134,48 @@ def test_lines_of_a_restarted_frontend_are_shown(deployment, page):
     page.problems.clear()  # the browser reports the broken stream, and that nobody answered
 
 
+def test_list_of_requests_in_flight_follows_them(served, page):
+    show(page, served.url, "requests")
+    page.get_by_label("Show").select_option("open")
+    page.get_by_text("No such request.").wait_for()
+    with served.stream("Tell me a story", max_tokens=1900, ignore_eos=True) as lines:
+        next(lines)
+        page.locator("tr[data-request]").wait_for()
+    page.get_by_text("No such request.").wait_for()
+
+
+def test_model_that_comes_later_can_be_chosen_in_the_chat(deployment, served, page):
+    show(page, served.url, "chat")
+    page.locator("option", has_text=MODEL).wait_for(state="attached")
+    served.others.append(deployment.mocker("--model-name", "later"))
+
+    page.locator("option", has_text="later").wait_for(state="attached")
+
+
+def test_planners_of_two_namespaces_are_shown_each_with_its_simulation(deployment, page):
+    frontend = deployment.frontend()
+    decision = {"time": 1.0, "outcome": "hold", "is_leader": True, "reason": "nothing to change",
+                "present": {"prefill": 0, "decode": 1}, "replicas": {"prefill": 0, "decode": 1}}  # fmt: skip
+    reports = [
+        {"namespace": name, "policy": "load", "mode": "agg", "interval_s": 10.0,
+         "decisions": [{**decision, "is_leader": is_leader}],
+         "what_if": [{**decision, "reason": f"future of {name}"}]}
+        for name, is_leader in (("one", True), ("two", True), ("two", False))
+    ]  # fmt: skip
+    page.route("**/console/api/planner*", lambda route: route.fulfill(json={"planners": reports}))
+    eventually(frontend.is_live, what="the frontend")
+    show(page, frontend.url, "planner")
+    page.locator("[data-planner]").nth(1).wait_for()
+    names = [each.get_attribute("data-planner") for each in page.locator("[data-planner]").all()]
+    two = page.locator('[data-planner="two"]')
+    two.get_by_role("button", name="Simulate").click()
+    two.get_by_text("future of two").wait_for()
+
+    assert names == ["one", "two"]
+    assert page.get_by_text("1 more stand by").count() == 1
+    assert page.get_by_text("future of one").count() == 0
+
+
 def test_answer_is_stopped_and_copied_as_commands_that_run(served, page):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_label("Most tokens").fill("1500")
