@@ -1,6 +1,7 @@
 """The commands of `dynamo` that start nothing: packages, deployments, states, reports."""
 
 import asyncio
+import io
 import json
 import os
 import pathlib
@@ -526,21 +527,18 @@ def test_log_is_bounded(home, monkeypatch, capsys):
     assert "line 4" in capsys.readouterr().err
 
 
-def test_log_is_followed_where_it_begins_anew(home, monkeypatch, capsys):
+def test_log_is_followed_where_it_begins_anew(home, monkeypatch):
     monkeypatch.setattr(state, "LOG_BYTES", 20)
     monkeypatch.setattr(processes, "_POLL_S", 0.01)
-    shown = []
-
-    def is_shown(line):
-        shown.append(capsys.readouterr().out)
-        return line in "".join(shown)
+    shown = io.StringIO()  # capsys loses what another thread writes while it is read
+    monkeypatch.setattr(processes.sys, "stdout", shown)
 
     with ThreadPoolExecutor() as pool, state.registered("x", "m"), state.logged("x"):
         options = processes.LogsConfig(name="x", follow=True)
         following = pool.submit(processes.show_logs, options)
         for line in ("begins\n", "fills the first part\n", "fills the second part\n"):
             main.sys.stderr.write(line)
-            eventually(lambda line=line: is_shown(line), what=line)
+            eventually(lambda line=line: line in shown.getvalue(), what=line)
         state._path("x").unlink()
 
         assert following.result() == 0
