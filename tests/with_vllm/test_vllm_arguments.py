@@ -85,11 +85,18 @@ def test_connector_of_the_user_is_kept_however_its_flag_is_written(flag):
         made(flag, offloading, connector=("kvbm",))
 
 
-def test_every_flag_of_this_vllm_is_passed_on():
+def test_every_flag_of_this_vllm_is_passed_on_unless_it_would_have_no_effect():
     parser = versions.AsyncEngineArgs.add_cli_args(versions.FlexibleArgumentParser(add_help=False))
     flags = {word for action in parser._actions for word in action.option_strings}
+    without_effect = {
+        *("--tokenizer", "--tokenizer-revision", "--revision", "--download-dir"),
+        *("--generation-config", "--override-generation-config"),
+    }
 
-    assert VllmConfig(engine_args=tuple(flags)).engine_args
+    assert VllmConfig(engine_args=tuple(flags - without_effect)).engine_args
+    for flag in without_effect:
+        with pytest.raises(errors.ConfigError, match=f"{flag} would have no effect"):
+            VllmConfig(engine_args=(flag, "x"))
 
 
 def test_lora_modules_are_read_by_name_and_directory():
