@@ -536,7 +536,7 @@ def test_log_is_followed_where_it_begins_anew(home, monkeypatch):
     with ThreadPoolExecutor() as pool, state.registered("x", "m"), state.logged("x"):
         options = processes.LogsConfig(name="x", follow=True)
         following = pool.submit(processes.show_logs, options)
-        for line in ("begins\n", "fills the first part\n", "fills the second part\n"):
+        for line in ("begins\n", "fills the first part\n", "begins anew\n"):
             main.sys.stderr.write(line)
             eventually(lambda line=line: line in shown.getvalue(), what=line)
         state._path("x").unlink()
