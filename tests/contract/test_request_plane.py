@@ -518,8 +518,11 @@ async def test_peer_that_dies_after_another_one_had_the_request_only_if_it_has_a
     assert type(error) is errors.StreamBroken
 
 
-async def test_request_on_an_idle_connection_has_arrived_only_if_the_peer_has_answered(world):
+async def test_request_on_an_idle_connection_has_arrived_only_if_the_peer_has_answered(
+    world, monkeypatch
+):
     """Over NATS the death of an idle peer is known with the next message, which is lost."""
+    monkeypatch.setattr(multiplex, "_DEATHS_S", 0.0)  # idle for so long
     peers, unanswered = [], Recorder()
     listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
     plane = world.plane()

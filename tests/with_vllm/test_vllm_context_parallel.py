@@ -46,6 +46,7 @@ def test_engine_reports_blocks_of_the_size_that_vllms_events_have(monkeypatch):
     facts = engine._facts(
         SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1, decode_context_parallel_size=2),
+            reasoning_config=None,
             cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=50),
             model_config=SimpleNamespace(
                 max_model_len=512,

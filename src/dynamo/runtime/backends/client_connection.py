@@ -69,6 +69,7 @@ class ClientConnection:
         self._unproven: dict[int, int] = {}  # streams that may not have arrived, by the ping before
         self._last_pinged = 0  # the newest stream that a ping was sent behind
         self._goodbye: str | None = None  # why the peer takes no new streams
+        self.idle_since = self.frames.clock.now()  # if it has no streams
 
     def open_stream(
         self,
@@ -323,7 +324,10 @@ class ClientConnection:
         self._deadlines.pop(number, None)
         self._may_move.pop(number, None)
         self._early.discard(number)
-        return self._receivers.pop(number, None)
+        receiver = self._receivers.pop(number, None)
+        if not self._receivers:
+            self.idle_since = self.frames.clock.now()
+        return receiver
 
     def _check_number(self, number: int) -> None:
         """Ignore a frame that crossed its stream's cancellation. Raises RemoteProtocolError for unknown numbers."""

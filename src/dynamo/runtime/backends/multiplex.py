@@ -21,8 +21,9 @@ _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 _MAX_GONE = 1024  # instances that are remembered as gone
 # After a peer has died, others may have died with it, as on one host, and their ends are not read yet: so long it is
-# asked whether a request has arrived, because one that had arrived at peers that died is suspected. It is asked of an
-# idle connection as well: its peer may have died long ago, as over NATS, which reports that with the next message.
+# asked whether a request has arrived, because one that had arrived at peers that died is suspected. It is asked of a
+# connection that was idle for so long as well: its peer may have died, as over NATS, which reports that with the next
+# message.
 _DEATHS_S = 2.0
 
 
@@ -126,11 +127,11 @@ class MultiplexedPlane:
     ) -> requests.Stream:
         target = address, instance_id or 0
         connection = self._connections.get(target)
-        is_idle = connection is not None and not connection.num_streams
         if connection is None:
             connection = await self._share_connection(target)
         died_at, now = self._died_at, self._settings.time.now
         has_death = died_at is not None and now() - died_at < _DEATHS_S
+        was_idle = not connection.num_streams and now() - connection.idle_since >= _DEATHS_S
         return connection.open_stream(
             endpoint,
             body,
@@ -139,7 +140,7 @@ class MultiplexedPlane:
             timeout_s,
             may_move,
             gives_up_early=gives_up_early,
-            needs_proof=is_idle or has_death,
+            needs_proof=was_idle or has_death,
         )
 
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
