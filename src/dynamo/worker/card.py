@@ -131,7 +131,9 @@ def with_template(
     try:
         template = describe(Path(path).expanduser().absolute())
     except OSError as error:
-        raise errors.ConfigError(f"{option} {path}: {error.strerror}") from error
+        raise errors.ConfigError(
+            f"{option} {path}: expected a file with a chat template ({error.strerror})"
+        ) from error
     kept = {name: file for name, file in files.items() if name not in _TEMPLATES}
     return kept | {_TEMPLATES[0]: template}
 

@@ -252,7 +252,7 @@ def test_names_are_those_of_the_bindings_module():
         ),
         (
             {"custom_template_path": "/no/such.jinja"},
-            "custom_template_path /no/such.jinja: No such",
+            "custom_template_path /no/such.jinja: expected a file",
         ),
     ],
 )
