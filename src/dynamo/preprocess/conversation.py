@@ -130,15 +130,12 @@ def adapt_for_template(
     null with `reads_null`, for templates that know calls by it, and else the empty text: most templates would write the
     word None, or fail.
     """
-    adapted = [
-        message
-        if _is_plain(message)
-        else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
-        for message in messages
-    ]
     empty = None if reads_null else ""
     return [
-        {**message, "content": empty} if _has_no_text(message) else message for message in adapted
+        message
+        if _is_plain(message)
+        else _fill(_adapt(message, knows_developer, wants_text_arguments, reads_thinking), empty)
+        for message in messages
     ]
 
 
@@ -338,9 +335,11 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
-def _has_no_text(message: dict[str, Any]) -> bool:
+def _fill(message: dict[str, Any], empty: str | None) -> dict[str, Any]:
+    """Return a message that has this content if it has no text of its own."""
     content = message["content"]
-    return content is None or (content == "" and "tool_calls" in message)
+    has_no_text = content is None or (content == "" and "tool_calls" in message)
+    return {**message, "content": empty} if has_no_text else message
 
 
 def _adapt(
