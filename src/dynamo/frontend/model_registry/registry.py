@@ -27,7 +27,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.frontend import metrics
-from dynamo.frontend.model_registry import file_fetcher, registered_model
+from dynamo.frontend.model_registry import file_fetcher, prefill_pools, registered_model
 from dynamo.frontend.model_registry.registered_model import EndpointInstances, RegisteredModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card, model_errors, wire
@@ -47,7 +47,7 @@ class RouteFactories(NamedTuple):
     """How routes to workers are made; without `make_prefill_router`, prefill workers are recorded, but not asked."""
 
     make_route: RouteFactory
-    make_prefill_router: registered_model.PrefillRouterFactory | None = None
+    make_prefill_router: prefill_pools.PrefillRouterFactory | None = None
 
 
 class ModelRegistry:
@@ -91,7 +91,7 @@ class ModelRegistry:
         # of adapters that left the card of a worker, by base model
         self._unloaded_names: dict[str, set[str]] = {}
         self._pools = (
-            registered_model.PrefillPools(
+            prefill_pools.PrefillPools(
                 self._connect_endpoint, factories.make_prefill_router, self._prefill_records
             )
             if factories.make_prefill_router is not None
