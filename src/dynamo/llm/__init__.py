@@ -16,7 +16,11 @@ _MODULE_BY_NAME = dict.fromkeys(
         "unregister_model",
     ),
     "dynamo.llm.models",
-) | {"RouterMode": "dynamo.runtime.naming"}
+) | {
+    "KvEventPublisher": "dynamo.llm.publishers",
+    "WorkerMetricsPublisher": "dynamo.llm.publishers",
+    "RouterMode": "dynamo.runtime.naming",
+}
 
 
 def __getattr__(name: str) -> Any:

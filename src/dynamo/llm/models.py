@@ -8,7 +8,8 @@ The handler gets the fields of Dynamo's preprocessed request (`token_ids`, `stop
 yields `{"token_ids": [...], "finish_reason": None}`, the last time with a reason (`stop`, `length` …). It is asked once
 for each choice of a request. Frontends do tokens and text, from the model's files; its weights are not read.
 
-An engine with a scheduler, KV events or prefill workers implements `engine.api.Engine` instead: examples/custom_engine.
+`publishers` has what an engine behind a handler tells routers of its KV blocks. One with a scheduler or prefill workers
+implements `engine.api.Engine` instead: examples/custom_engine.
 """
 
 import asyncio
@@ -92,11 +93,12 @@ class EngineDescription:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelAdapter:
-    """The adapter of an endpoint with a model, and the files of its card."""
+@dataclass(slots=True)
+class ModelAdapter:
+    """The adapter of an endpoint with a model, the files of its card, and what the card says of the engine."""
 
     files: cards.FileSharing
+    engine: model_card.ModelRuntimeConfig
 
     def __call__(
         self, handle: serving.Handle, request: Any, context: request_context.Context
@@ -138,7 +140,7 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         raise errors.ConfigError(
             f"register_model: expected ModelType.Chat, ModelType.Completions or both, got {model_type}"
         )
-    runtime = _runtime_of(endpoint)
+    runtime = runtime_of(endpoint)
     directory = Path(await fetch_model(model_path, ignore_weights=True))
     files = cards.describe_files(directory)
     if custom_template_path is not None:
@@ -160,9 +162,10 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         created=int(time.time()),
     )
     adapter = runtime.served.adapters.get(endpoint.name)
-    if not isinstance(adapter, _ModelAdapter):
-        adapter = _ModelAdapter(cards.FileSharing(runtime, runtime.clock))
+    if not isinstance(adapter, ModelAdapter):
+        adapter = ModelAdapter(cards.FileSharing(runtime, runtime.clock), card.runtime_config)
         runtime.served.adapters[endpoint.name] = adapter
+    adapter.engine = card.runtime_config
     card = await adapter.files.share(card, endpoint.name)
     await runtime.records.attach(*card.record_for(_instance_of(endpoint)))
 
@@ -178,7 +181,7 @@ async def unregister_model(endpoint: naming.Endpoint, lora_name: str | None = No
     """Remove the model of an endpoint of this process from discovery; requests that still come are answered."""
     if lora_name is not None:
         raise errors.ConfigError("unregister_model: lora_name is not supported here")
-    await _runtime_of(endpoint).records.detach(_instance_of(endpoint).card_key)
+    await runtime_of(endpoint).records.detach(_instance_of(endpoint).card_key)
 
 
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
@@ -284,7 +287,8 @@ def translate_item(item: Any, index: int, end_ids: set[int]) -> Iterator[generat
         yield generate.Output(token_ids, finish, index=index)
 
 
-def _runtime_of(endpoint: naming.Endpoint) -> component.DistributedRuntime:
+def runtime_of(endpoint: naming.Endpoint) -> component.DistributedRuntime:
+    """Return the runtime that an endpoint was made by."""
     return cast("component.DistributedRuntime", endpoint.runtime)
 
 

@@ -155,14 +155,16 @@ class DistributedRuntime:
         self.services = process_services
         self.clock = parts.time
         self.credential_watch = parts.credential_watch
-        self._tasks = tasks.Tasks()
+        self.tasks = tasks.Tasks()  # until the runtime is closed
         if not is_sibling and parts.credential_watch.has_files:
-            self._tasks.start("watch credentials", parts.credential_watch.watch())
+            self.tasks.start("watch credentials", parts.credential_watch.watch())
         self._parts = parts
         self._is_sibling = is_sibling
         self.records = instance_records.InstanceRecords(registry, instance_id)
         self.served = serving.ServedEndpoints(self.clock, plane.traffic)
         self.engine_routes: dict[str, system_port.EngineRoute] = {}
+        # what belongs to this process as this runtime does, which does not know it
+        self.attached: dict[str, object] = {}
         self.stop_requested = asyncio.Event()
         self._clients: list[client.EndpointClient] = []
         self._shared_clients: dict[instances.EndpointName, client.EndpointClient] = {}
@@ -328,7 +330,7 @@ class DistributedRuntime:
     async def close(self) -> None:
         """Leave the system. Open requests break."""
         await self.deregister()
-        await self._tasks.close()
+        await self.tasks.close()
         for endpoint_client in self._clients:
             await endpoint_client.close()
         await self.requests.close()

@@ -245,6 +245,10 @@ class ServedEndpoints:
             if not endpoint.is_graceful:
                 endpoint.end_calls(errors.WorkerLost("this worker is stopping: ask another"))
 
+    def num_open(self, name: instances.EndpointName) -> int:
+        """Return the number of requests under way at an endpoint."""
+        return sum(int(each.num_open.value) for each in self._endpoints if each.name == name)
+
     def states(self) -> dict[str, bool]:
         """Return whether each endpoint is ready, by its name in its component."""
         return {endpoint.name.endpoint: endpoint.is_ready for endpoint in self._endpoints}

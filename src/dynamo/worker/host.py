@@ -27,13 +27,14 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
 from dynamo.observability import tracing
-from dynamo.protocols import instances, kv_events, load, model_card, wire
+from dynamo.protocols import instances, kv_events, load, model_card
 from dynamo.runtime import component, requests
 from dynamo.worker import card as cards
 from dynamo.worker import (
     health,
     inflight,
     kv_event_publisher,
+    kv_event_replays,
     kv_tiers,
     lora_adapters,
     sleep,
@@ -199,7 +200,9 @@ class Host:
         )
         handlers = {
             instances.CLEAR_KV_BLOCKS: self._clear_kv_blocks,
-            instances.KV_EVENTS_REPLAY: self._replay_kv_events,
+            instances.KV_EVENTS_REPLAY: kv_event_replays.replay_handler(
+                self._publisher, self._tasks
+            ),
         }
         for name, handler in handlers.items():
             endpoint = instances.EndpointName(
@@ -385,25 +388,6 @@ class Host:
         else:
             call.reply({"status": "success", "message": "KV cache cleared"})
             call.finish()
-
-    def _replay_kv_events(self, call: requests.Call) -> None:
-        task = self._tasks.start("replay KV events", self._replay_and_finish(call))
-
-        def cancel() -> None:
-            task.cancel()
-
-        call.on_cancel(cancel)
-
-    async def _replay_and_finish(self, call: requests.Call) -> None:
-        try:
-            request = msgspec.msgpack.decode(call.body, type=kv_events.ReplayRequest)
-        except wire.DECODE_ERRORS as error:
-            call.fail(errors.RemoteProtocolError(f"expected a request for a replay: {error}"))
-            return
-        for part in self._publisher.replay(request):
-            call.reply(part)
-            await asyncio.sleep(0)  # let the engine's outputs go out between two parts
-        call.finish()
 
 
 MakeHost = Callable[[api.Engine, component.DistributedRuntime], Host]

@@ -44,6 +44,7 @@ class PublisherEndpoints:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    is_bound: bool = False  # by the publisher, whatever the endpoint looks like
 
     @classmethod
     def on_free_ports(cls, num_ranks: int) -> "PublisherEndpoints":
@@ -114,7 +115,7 @@ class ZmqKvSubscriber:
         socket.subscribe(self._endpoints.topic)
         endpoint = endpoint_of_rank(self._endpoints.endpoint, rank)
         try:
-            if is_bound_by_publisher(endpoint):
+            if self._endpoints.is_bound or is_bound_by_publisher(endpoint):
                 socket.connect(connectable(endpoint))
             else:
                 socket.bind(endpoint)

@@ -34,10 +34,10 @@ _NO_THRESHOLDS = BusyThresholds()
 def is_busy(
     metrics: load.ForwardPassMetrics, thresholds: BusyThresholds, max_num_batched_tokens: int
 ) -> bool:
-    """Compare a load with the thresholds; with 0 `max_num_batched_tokens` (unknown) none is measured in batches."""
+    """Compare a load with the thresholds that can be measured: 0 blocks in all, or tokens of a batch, are unknown."""
     blocks, num_waiting_tokens = metrics.kv_stats, metrics.worker_stats.active_prefill_tokens
-    max_share = thresholds.active_decode_blocks_threshold
-    if max_share is not None and blocks.kv_active_blocks > max_share * blocks.kv_total_blocks:
+    max_share, num_blocks = thresholds.active_decode_blocks_threshold, blocks.kv_total_blocks
+    if max_share is not None and num_blocks and blocks.kv_active_blocks > max_share * num_blocks:
         return True
     max_tokens = thresholds.active_prefill_tokens_threshold
     if max_tokens is not None and num_waiting_tokens > max_tokens:
