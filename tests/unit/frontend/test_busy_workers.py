@@ -28,6 +28,7 @@ def state(*, active=0, total=100, waiting=0, rank=0):
         ({"active_decode_blocks_threshold": 0.5}, {"active": 50}, False),
         ({"active_decode_blocks_threshold": 0.5}, {"active": 51}, True),
         ({"active_decode_blocks_threshold": 0.0}, {"active": 0, "total": 0}, False),
+        ({"active_decode_blocks_threshold": 0.5}, {"active": 5, "total": 0}, False),  # unknown
         ({"active_prefill_tokens_threshold": 10}, {"waiting": 10}, False),
         ({"active_prefill_tokens_threshold": 10}, {"waiting": 11}, True),
         ({"active_prefill_tokens_threshold_frac": 1.5}, {"waiting": 768}, False),
