@@ -31,9 +31,13 @@ class Rig:
         )  # fmt: skip
         self.entered = []
 
-    async def enter(self, name="", *, priority=0, caller=None, is_worker_busy=None):
+    async def enter(self, name="", *, priority=0, caller=None, is_worker_busy=None, tenant=""):
         await self.permits.acquire_permit(
-            caller or Caller(), priority=priority, num_tokens=7, is_worker_busy=is_worker_busy
+            caller or Caller(),
+            priority=priority,
+            num_tokens=7,
+            tenant=tenant,
+            is_worker_busy=is_worker_busy,
         )
         self.entered.append(name)
 
@@ -148,6 +152,23 @@ async def test_full_queue_refuses_at_once():
     assert rig.row(
         'f_admission_queue_backpressure_total{model="m",policy_class="default",reason="full"'
     ) == [1]
+
+
+async def test_tenant_that_fills_the_queue_makes_room_for_another():
+    rig = Rig(limit=1, queue=2)
+    await rig.enter("inside", tenant="a")
+    waiting = [asyncio.ensure_future(rig.enter(name, tenant="a")) for name in ("a1", "a2")]
+    await turns()
+    other = asyncio.ensure_future(rig.enter("b", tenant="b"))
+    with pytest.raises(errors.Overloaded):
+        await waiting[1]
+    rig.permits.release_permit()
+    await waiting[0]
+    rig.permits.release_permit()
+    await other
+
+    assert rig.entered == ["inside", "a1", "b"]
+    assert rig.row("f_admission_queue_pending_requests{") == [0]
 
 
 async def test_request_is_refused_and_leaves_the_queue_after_the_queue_timeout():

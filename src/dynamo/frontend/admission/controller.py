@@ -71,6 +71,7 @@ class ModelPermits:
         *,
         priority: int,
         num_tokens: int,
+        tenant: str = "",
         is_worker_busy: bool | None = None,
     ) -> None:
         """Return with a permit, which must be released. `is_worker_busy`: whether the worker is that it has chosen.
@@ -87,8 +88,12 @@ class ModelPermits:
         if self._queue.is_full:
             if self._policy.queue_limit:
                 self._metrics.count_backpressure(self._model, "full")
-            raise self._make_refusal()
-        await self._wait(client, priority, num_tokens)
+            displaced = self._queue.displace(priority=priority, tenant=tenant)
+            if displaced is None:
+                raise self._make_refusal()
+            if not displaced.waiter.done():
+                displaced.waiter.set_exception(self._make_refusal())
+        await self._wait(client, priority, num_tokens, tenant)
 
     def release_permit(self) -> None:
         """Give a permit back and admit the next waiting request."""
@@ -110,10 +115,14 @@ class ModelPermits:
         if len(self._queue) < num_before:
             self._show_queue()
 
-    async def _wait(self, client: exchange.Exchange, priority: int, num_tokens: int) -> None:
+    async def _wait(
+        self, client: exchange.Exchange, priority: int, num_tokens: int, tenant: str
+    ) -> None:
         """Wait in the queue until admission, disconnection or timeout: each ends the same future."""
         pending: PendingPermit = asyncio.get_running_loop().create_future()
-        position = self._queue.append(pending, priority=priority, num_tokens=num_tokens)
+        position = self._queue.append(
+            pending, priority=priority, num_tokens=num_tokens, tenant=tenant
+        )
         self._show_queue()
         timer = self._clock.call_later(self._policy.queue_timeout_s, self._expire, pending)
         client.on_disconnect(lambda: _cancel(pending))
@@ -232,6 +241,7 @@ class AdmissionController:
                 client,
                 priority=max(prompt.priority for prompt in prompts),
                 num_tokens=num_tokens,
+                tenant="" if api_key is None else api_key.tenant,
                 is_worker_busy=None
                 if instance_id is None
                 else instance_id in self.busy_workers.of_model(model),
