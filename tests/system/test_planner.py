@@ -24,8 +24,10 @@ from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
 WORKER = "--tick-ms 10 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
-# the time of a step grows with the use of its cache: 14 ms for ten answers, 10 for five
-TIMED_WORKER = WORKER.replace("--tick-ms 10", "--speedup-ratio 2")
+# the time of a step grows with the use of its cache: 120 ms for ten answers of NUM_TIMED_TOKENS, 80 for five. Steps are
+# as long as this because one that begins late on a busy machine is caught up if it is not later than a step
+TIMED_WORKER = "--speedup-ratio 0.2 --num-gpu-blocks-override 145 --block-size 8 --max-num-seqs 16"
+NUM_TIMED_TOKENS = 60
 KV_USAGE_OF_TWO = 0.3  # above which a second worker comes
 SCALING = (
     "--adjustment-interval", "0.25", "--scale-down-delay", "0.5", "--max-workers", "2",
@@ -38,19 +40,19 @@ def start_planner(deployment, frontend, *flags, worker=WORKER):
     return Planner(deployment, frontend, "--worker-flags", worker, *SCALING, *flags)
 
 
-def stream_to_the_end(frontend):
-    return planners.stream_to_the_end(frontend, MODEL, NUM_TOKENS)
+def stream_to_the_end(frontend, num_tokens=NUM_TOKENS):
+    return planners.stream_to_the_end(frontend, MODEL, num_tokens)
 
 
 @contextlib.contextmanager
-def streaming(frontend, num_streams=10):
+def streaming(frontend, num_streams=10, num_tokens=NUM_TOKENS):
     """Keep so many answers streaming; what is yielded has how each ended, once the block is left."""
     enough = threading.Event()
     answers = []
 
     def stream_until_enough():
         while not enough.is_set():
-            answers.append(stream_to_the_end(frontend))
+            answers.append(stream_to_the_end(frontend, num_tokens))
 
     with concurrent.futures.ThreadPoolExecutor(num_streams) as pool:
         streams = [pool.submit(stream_until_enough) for _ in range(num_streams)]
@@ -68,25 +70,28 @@ def frontend(deployment):
 
 
 @pytest.mark.parametrize(
-    ("worker", "flags"),
-    [(WORKER, ()), (TIMED_WORKER, ("--policy", "regression", "--itl", "11"))],
+    ("worker", "num_tokens", "flags"),
+    [
+        (WORKER, NUM_TOKENS, ()),
+        (TIMED_WORKER, NUM_TIMED_TOKENS, ("--policy", "regression", "--itl", "100")),
+    ],
     ids=["load", "regression"],
 )
 def test_workers_come_and_go_under_streams_and_no_answer_is_cut(
-    deployment, frontend, worker, flags
+    deployment, frontend, worker, num_tokens, flags
 ):
     planner = start_planner(deployment, frontend, *flags, worker=worker)
     frontend.await_models([MODEL])
-    with streaming(frontend) as answers:
+    with streaming(frontend, num_tokens=num_tokens) as answers:
         eventually(
             lambda: planner.metric("num_decode_replicas") == 2, what="a second worker serves"
         )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         while planner.num_workers() == 2:  # few streams at a time: one worker suffices
-            answers += pool.map(stream_to_the_end, [frontend] * 2)
+            answers += pool.map(stream_to_the_end, [frontend] * 2, [num_tokens] * 2)
             assert len(answers) < 400, planner.decisions()[:3]
 
-    assert set(answers) == {(NUM_TOKENS, "[DONE]")}
+    assert set(answers) == {(num_tokens, "[DONE]")}
     assert planner.metric("scaling_events_total") >= 2
     eventually(lambda: planner.metric("num_decode_replicas") == 1, what="one is left")
 
