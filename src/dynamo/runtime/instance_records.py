@@ -73,8 +73,7 @@ class InstanceRecords:
         """Remove all records of this instance until `restore`; its handlers still answer."""
         async with self._publishing:
             self._is_withdrawn = True
-            for key in reversed(list(self._records)):
-                await self._discovery.delete(key)
+            await self._discovery.delete(*reversed(list(self._records)))
 
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
@@ -85,9 +84,9 @@ class InstanceRecords:
     async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
         """Remove the records of one endpoint until `restore_endpoint`; its handler still answers."""
         async with self._publishing:
-            for key in reversed(self._keys_of(name)):
-                self._hidden.add(key)
-                await self._discovery.delete(key)
+            keys = self._keys_of(name)
+            self._hidden.update(keys)
+            await self._discovery.delete(*reversed(keys))
 
     async def deregister_endpoint(self, name: instances.EndpointName) -> None:
         """Remove the records of one endpoint for good; its handler still answers."""
