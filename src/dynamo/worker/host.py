@@ -220,6 +220,7 @@ class Host:
                 check,
                 self._clock,
                 is_occupied=lambda: adapters is not None and adapters.is_changing,
+                may_be_remote=not self._options.is_aggregated,
             )
             self._tasks.start("health check", self._die_when_hung(watcher))
         if self._sleep is not None:
