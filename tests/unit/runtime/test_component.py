@@ -129,6 +129,29 @@ async def test_instance_is_restored_while_discovery_is_away(pair, monkeypatch, c
     assert caplog.text.count("is published when discovery is back: etcd is away") == 2
 
 
+async def test_instance_leaves_while_discovery_takes_long_to_publish_a_change(pair, monkeypatch):
+    """Else a drain would wait for as long as etcd is away before it begins."""
+    worker, frontend = pair
+    instance = await worker.register(NAME, lambda call: None, CARD.record_for)
+    put, begins, ends = worker.discovery.put, asyncio.Event(), asyncio.Event()
+
+    async def put_slowly(key, value):
+        begins.set()
+        await ends.wait()
+        await put(key, value)
+
+    monkeypatch.setattr(worker.discovery, "put", put_slowly)
+    record = CARD.record_for(instance)[1]
+    changing = asyncio.create_task(worker.change_record(instance.card_key, lambda _: record))
+    async with asyncio.timeout(PATIENT_S):
+        await begins.wait()
+        await worker.withdraw()
+    ends.set()
+    await changing
+
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
 async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
@@ -136,6 +159,16 @@ async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
 
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
         await worker.change_record(instance.card_key, lambda _: CARD.record_for(instance)[1])
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
+async def test_endpoint_that_is_registered_while_its_process_drains_is_not_published(pair):
+    """A service may still be at its start when SIGTERM comes."""
+    worker, frontend = pair
+    await worker.register(NAME, echo)
+    await worker.drain(0)
+    await worker.register(OTHER, echo, CARD.record_for)
+
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 
