@@ -296,6 +296,18 @@ async def test_model_is_served_once_its_files_can_be_read(
     assert caplog.text.count("cannot serve the model 'late'") == 1
 
 
+async def test_model_that_its_worker_renames_is_served_by_the_new_name_alone(rig):
+    """As by a second `register_model` of an endpoint."""
+    instance = rig.one.instance
+    record = card_of(rig.model_dir, "renamed").record_for(instance)[1]
+    await rig.one.runtime.change_record(instance.card_key, lambda _: record)
+    async with asyncio.timeout(waiting.PATIENT_S):
+        while await names(rig) != ["renamed"]:
+            await asyncio.sleep(0)
+
+    assert (await rig.complete(model="renamed")).status_code == 200
+
+
 @pytest.mark.parametrize("value", [b"", b"{}", b"\xff", b"null"])
 async def test_malformed_card_is_ignored(rig, value, caplog):
     await rig.one.runtime.discovery.put(instances.CARDS + "a/b/c/1", value)
