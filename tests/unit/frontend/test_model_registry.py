@@ -88,6 +88,26 @@ async def test_request_waits_for_a_model_that_has_just_registered(bare, loading)
     assert unknown.status_code == 404
 
 
+async def test_request_waits_for_a_model_of_a_new_generation_that_has_just_registered(
+    bare, loading
+):
+    """As of workers that replace others on Kubernetes, each generation in a namespace of its own."""
+    loading.free_names = {"m"}
+    await bare.start(namespace="mine")
+    await bare.register(Worker, "m", instances.EndpointName("mine", "backend", "generate"))
+    await bare.until(lambda: bare.instances)
+    generation = instances.EndpointName("mine-0123abcd", "backend", "generate")
+    await bare.register(Worker, "late", generation)
+    answer = bare.start_task(bare.complete(model="late"))
+    unknown = await bare.complete(model="nowhere")
+    was_waiting = not answer.done()
+    loading.may_load.set()
+
+    assert was_waiting
+    assert (await answer).status_code == 200
+    assert unknown.status_code == 404
+
+
 async def test_files_that_come_slowly_delay_no_other_model(bare, loading):
     loading.free_names = {"m"}
     await bare.start()

@@ -187,8 +187,8 @@ class ModelRegistry:
         except wire.DECODE_ERRORS:
             return None
         card = record.card_json
-        is_foreign = self._namespace not in ("", record.namespace)
-        if is_foreign or card.worker_type is model_card.WorkerType.PREFILL:
+        is_own = instances.covers_namespace(self._namespace, record.namespace)
+        if not is_own or card.worker_type is model_card.WorkerType.PREFILL:
             return None
         if name in (card.display_name, *card.lora_names):
             return name
