@@ -122,9 +122,10 @@ class EtcdDiscovery:
             raise
 
     async def delete(self, *keys: str) -> None:
+        is_away = self._etcd is None or self._is_hanging
         removed = [key for key in keys if self._is_open and self._lease.remove_key(key)]
-        if not removed or self._etcd is None:
-            return  # while etcd is away this does not wait: the keys are removed when it is back
+        if not removed or is_away:  # then this does not wait: they are removed when etcd is back
+            return
         try:
             await self._call(lambda etcd: self._lease.write(etcd, *removed), LEAVE_TIMEOUT_S)
         except (errors.Unavailable, errors.ConfigError) as error:
@@ -156,14 +157,18 @@ class EtcdDiscovery:
             return
         self._is_open = False
         try:
-            is_hanging = self._has_hung and self._lease.unanswered_removals
-            if self._etcd is not None and not is_hanging:  # else it was waited for already
+            if self._etcd is not None and not self._is_hanging:
                 async with self._clock.timeout(LEAVE_TIMEOUT_S):
                     await self._lease.end(self._etcd)
         except (TimeoutError, errors.DynamoError) as error:
             log.info("our keys leave etcd when our lease ends: %r", error)
         finally:
             await self._tasks.close()
+
+    @property
+    def _is_hanging(self) -> bool:
+        """Return whether etcd was waited for in vain to remove keys, and has not removed them since."""
+        return self._has_hung and bool(self._lease.unanswered_removals)
 
     async def _judge_missing_keys(self) -> None:
         while True:
