@@ -283,7 +283,7 @@ class Host:
         self._is_ready, self._is_draining = False, True
         if self._lora_adapters is not None:
             await self._lora_adapters.settle()
-        await self._runtime.withdraw()
+        await self._runtime.records.withdraw()
         await self._clock.sleep(self._options.drain_grace_s)
         deadline = self._clock.now() + self._options.drain_timeout_s
         refusal = errors.WorkerLost("the worker sleeps: ask another")
@@ -318,7 +318,7 @@ class Host:
     async def restore(self) -> None:
         """Accept requests again and register in discovery."""
         self._requests.reopen()
-        await self._runtime.restore()
+        await self._runtime.records.restore()
         await self._runtime.discovery.delete(self._start_key)
         self._is_ready, self._is_draining = True, False
 
@@ -351,7 +351,7 @@ class Host:
                 value, lambda card: msgspec.structs.replace(card, lora_names=names)
             )
 
-        await self._runtime.change_record(self._instance.card_key, change)
+        await self._runtime.records.change(self._instance.card_key, change)
 
     def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:

@@ -320,7 +320,7 @@ async def test_model_that_its_worker_renames_is_served_by_the_new_name_alone(rig
     """As by a second `register_model` of an endpoint."""
     instance = rig.one.instance
     record = card_of(rig.model_dir, "renamed").record_for(instance)[1]
-    await rig.one.runtime.change_record(instance.card_key, lambda _: record)
+    await rig.one.runtime.records.change(instance.card_key, lambda _: record)
     async with asyncio.timeout(waiting.PATIENT_S):
         while await names(rig) != ["renamed"]:
             await asyncio.sleep(0)
