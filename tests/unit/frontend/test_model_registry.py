@@ -255,6 +255,19 @@ async def clashing(rig, folder):
     return await runtime.register(name, lambda call: call.finish(), card_of(folder).record_for)
 
 
+async def test_each_worker_of_a_model_gets_as_many_requests_whatever_endpoint_it_has(bare):
+    """As while the workers of a new generation replace others one by one."""
+    await bare.start()
+    workers = [await bare.worker() for _ in range(3)]
+    other = instances.EndpointName("dynamo-0123abcd", "backend", "generate")
+    workers.append(await bare.register(Worker, "m", other))
+    await bare.until(lambda: len(bare.instances) == 4)
+    for _ in range(12):
+        await bare.chat()
+
+    assert [len(worker.calls) for worker in workers] == [3, 3, 3, 3]
+
+
 async def test_later_worker_with_other_files_is_refused(rig, other_dir, caplog):
     await clashing(rig, other_dir)
     await rig.until(lambda: "refused instance" in caplog.text)
