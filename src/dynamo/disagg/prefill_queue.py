@@ -111,7 +111,8 @@ class PrefillDeaths:
     def record(self, error: errors.DynamoError) -> None:
         """Count the error of one worker. Raises SuspectRequest if the prompt may be what it died of."""
         self._num_deaths += isinstance(error, errors.WorkerDied)
-        if retry_rules.is_suspect(self._request, self._num_deaths, has_tokens=False):
+        is_prepared = self._request.sampling_options.guided_decoding is None
+        if retry_rules.is_suspect(self._num_deaths, is_prepared=is_prepared):
             raise retry_rules.make_error(self._request.id, self._num_deaths) from error
 
 

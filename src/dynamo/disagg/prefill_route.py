@@ -409,9 +409,12 @@ class PrefillRouteFactory:
             return plain
         if (former := self._made.get(plain)) is not None:  # the model has come back
             return former
+        prefill_policy = self._policy_of(card)
+        if isinstance(prefill_policy, policy.LengthPolicy):  # it may be that of an earlier endpoint
+            prefill_policy.set_default(self._options.limits_for(card))
         prefill_route = PrefillRoute(
             plain,
-            self._policy_of(card),
+            prefill_policy,
             self._options,
             metrics.ModelPrefillRouteMetrics(self._metrics, card.display_name),
             self._clock,

@@ -150,28 +150,29 @@ class RequestDispatch:
 
         A suspect is failed here, by an error that says so.
         """
-        # neither a request that has migrated nor a new one need fail because one worker is full
-        is_full = isinstance(error, errors.Unavailable) and (
-            attempt.num_moves > 0
-            or (not attempt.has_begun and self._model.has_others({attempt.instance_id}))
-        )
-        if self._instance_id is not None or not (is_full or isinstance(error, errors.WorkerLost)):
+        if self._instance_id is not None:
             return False
-        policy, card = self._shared.policy, self._model.card
+        policy, card_limit = self._shared.policy, self._model.card.migration_limit
         original, num_choices = self._reply.original_request(attempt), self._reply.num_choices
         answered = attempt.collect_answered(num_choices)
-        num_deaths = self._count_deaths(attempt, error)
-        if retry_rules.is_suspect(original, num_deaths, has_tokens=attempt.has_begun):
-            self._reply.fail(retry_rules.make_error(self._meter.arrival.reported_id, num_deaths))
-            return True
-        limit = policy.limit_of(card.migration_limit)
-        verdict = policy.judge(
+        has_begun, grammar = attempt.has_begun, original.sampling_options.guided_decoding
+        loss = migration.Loss(
+            error=error,
             num_migrations=attempt.num_moves,
-            limit=limit,
+            num_deaths=self._count_deaths(attempt, error),
+            is_prepared=has_begun or grammar is None,
+            has_others=not has_begun and self._model.has_others({attempt.instance_id}),
             seq_len=original.prompt_len + max(map(blocks.count, answered.values())),
         )
+        verdict = policy.judge(loss, card_limit)
+        if verdict is migration.MigrationVerdict.NOT_LOST:
+            return False
+        if verdict is migration.MigrationVerdict.SUSPECT:
+            reported_id = self._meter.arrival.reported_id
+            self._reply.fail(retry_rules.make_error(reported_id, loss.num_deaths))
+            return True
         if self._meter.explanations is not None:
-            event = "refused it" if is_full else "was lost"
+            event = "refused it" if isinstance(error, errors.Unavailable) else "was lost"
             cause = f"its worker {event} ({error.code})"
             if attempt.instance_id is not None:
                 cause = f"instance {attempt.instance_id:x} {event} ({error.code})"
@@ -180,7 +181,7 @@ class RequestDispatch:
                 policy=type(policy).__name__,
                 outcome=verdict.name.lower(),
                 reason=f"{cause} after {sum(map(blocks.count, answered.values()))} tokens; "
-                f"migrations before: {attempt.num_moves} (at most {limit})",
+                f"migrations before: {attempt.num_moves} (at most {policy.limit_of(card_limit)})",
             )
             self._explain(explained, ())
         if verdict is not migration.MigrationVerdict.MIGRATE:

@@ -6,7 +6,8 @@ is kept by the delivery, which sees one answer all along: its text, its parsers,
 
 Only the loss of a worker is a reason (`WorkerLost`), or that it is full before the first token (`Unavailable`): what an
 engine cannot serve, another cannot serve either. A request that may have killed its worker (`router.retry_rules`) does
-not migrate, because it would kill the next one too.
+not migrate, because it would kill the next one too. `MigrationPolicy.judge` decides this for generated text and for
+the shares of a request for embeddings.
 """
 
 import enum
@@ -15,16 +16,36 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dynamo.base import errors
 from dynamo.protocols import blocks, generate
+from dynamo.router import retry_rules
 
 
 class MigrationVerdict(enum.Enum):
-    """The decision about a request that has lost its worker."""
+    """The decision about a request whose answer ended early."""
 
     MIGRATE = enum.auto()
+    NOT_LOST = enum.auto()  # another worker could not serve it either
+    SUSPECT = enum.auto()
     NOT_ALLOWED = enum.auto()  # migration is off
     EXHAUSTED = enum.auto()
     TOO_LONG = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The early end of a worker's answer, and the history of its request.
+
+    `num_deaths` counts the workers that died while they had it; `is_prepared` is false if the last one may have died of
+    preparing it (`retry_rules.is_suspect`). `has_others` says whether a worker serves the model that has not had it.
+    """
+
+    error: errors.DynamoError
+    num_migrations: int
+    num_deaths: int
+    is_prepared: bool
+    has_others: bool
+    seq_len: int = 0  # tokens of prompt and output together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +59,21 @@ class MigrationPolicy:
         """Return the limit for a model; its card may lower it."""
         return self.limit if card_limit is None else min(self.limit, card_limit)
 
-    def judge(self, *, num_migrations: int, limit: int, seq_len: int) -> MigrationVerdict:
-        """Return whether a request of `seq_len` tokens may migrate that has migrated `num_migrations` times."""
-        if not limit:
+    def judge(self, loss: Loss, card_limit: int | None) -> MigrationVerdict:
+        """Return whether a request may migrate to another worker of a model with this limit in its card."""
+        # neither a request that has migrated nor a new one need fail because one worker is full
+        is_full = isinstance(loss.error, errors.Unavailable) and (
+            loss.num_migrations > 0 or loss.has_others
+        )
+        if not is_full and not isinstance(loss.error, errors.WorkerLost):
+            return MigrationVerdict.NOT_LOST
+        if retry_rules.is_suspect(loss.num_deaths, is_prepared=loss.is_prepared):
+            return MigrationVerdict.SUSPECT
+        if not (limit := self.limit_of(card_limit)):
             return MigrationVerdict.NOT_ALLOWED
-        if num_migrations >= limit:
+        if loss.num_migrations >= limit:
             return MigrationVerdict.EXHAUSTED
-        if self.max_seq_len is not None and seq_len > self.max_seq_len:
+        if self.max_seq_len is not None and loss.seq_len > self.max_seq_len:
             return MigrationVerdict.TOO_LONG
         return MigrationVerdict.MIGRATE
 

@@ -167,7 +167,7 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         runtime.served.adapters[endpoint.name] = adapter
     adapter.engine = card.runtime_config
     card = await adapter.files.share(card, endpoint.name)
-    await runtime.records.attach(*card.record_for(_instance_of(endpoint)))
+    await runtime.records.put(*card.record_for(_instance_of(endpoint)))
 
 
 async def register_llm(*arguments: Any, **options: Any) -> None:

@@ -21,7 +21,7 @@ lost, not as dead (`runtime.backends.multiplex`).
 
 from dataclasses import dataclass
 
-from dynamo.protocols import generate, model_errors
+from dynamo.protocols import model_errors
 
 _START_RESERVE = 1.5  # times its estimate, a start may take
 
@@ -49,12 +49,11 @@ class WaitPolicy:
 MAX_DEATHS = 2  # workers that died with a request, from which on it counts as the reason
 
 
-def is_suspect(request: generate.Request, num_deaths: int, *, has_tokens: bool) -> bool:
+def is_suspect(num_deaths: int, *, is_prepared: bool) -> bool:
     """Return whether a request is a suspect, now that the last of `num_deaths` workers has died with it.
 
-    `has_tokens` says whether any token of its answer has come.
+    `is_prepared` says whether that worker had prepared it: a token of its answer has come, or it has no grammar.
     """
-    is_prepared = has_tokens or request.sampling_options.guided_decoding is None
     return num_deaths >= MAX_DEATHS or (num_deaths > 0 and not is_prepared)
 
 

@@ -76,7 +76,12 @@ class Route(Protocol):
 
 
 def alternatives_of(options: RoutingOptions, instance_ids: Collection[int]) -> Collection[int]:
-    """Return those of a model's instances that can take over a request; for a LoRA adapter, those that have it."""
+    """Return those of a model's instances that can take over a request; for a LoRA adapter, those that have it.
+
+    None can take over a request for one instance, which therefore waits for a silent one as long as that is listed.
+    """
+    if options.instance_id is not None:
+        return ()
     allowed = options.allowed_instances
     return allowed if options.is_restricted and allowed is not None else instance_ids
 

@@ -282,22 +282,6 @@ class DistributedRuntime:
             await self.records.put(key, record)
         return instance
 
-    async def change_record(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
-        """Replace an attached record of a registered instance, as `InstanceRecords.change`. Raises Conflict."""
-        await self.records.change(key, change)
-
-    async def deregister(self) -> None:
-        """Remove all records of this instance, the last first, for good; its handlers still answer."""
-        await self.records.deregister()
-
-    async def withdraw(self) -> None:
-        """Remove all records of this instance until `restore`; its handlers still answer."""
-        await self.records.withdraw()
-
-    async def restore(self) -> None:
-        """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
-        await self.records.restore()
-
     def shared_client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return the one client of this endpoint that all which ask for it so share, until this runtime is closed."""
         if name not in self._shared_clients:
@@ -322,14 +306,14 @@ class DistributedRuntime:
 
         For `grace_s` in between, requests of clients that do not know it yet are still taken.
         """
-        await self.deregister()
+        await self.records.deregister()
         await self.clock.sleep(grace_s)
         self.served.begin_drain()
         return await self.requests.drain(timeout_s)
 
     async def close(self) -> None:
         """Leave the system. Open requests break."""
-        await self.deregister()
+        await self.records.deregister()
         await self.tasks.close()
         for endpoint_client in self._clients:
             await endpoint_client.close()

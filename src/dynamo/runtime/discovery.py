@@ -48,10 +48,10 @@ class Discovery(Protocol):
         """Write a key under this process's lease; a second put replaces the value."""
         ...
 
-    async def delete(self, key: str) -> None:
-        """Remove a key of this process; a missing one is no error.
+    async def delete(self, *keys: str) -> None:
+        """Remove keys of this process, in this order, within one time limit; a missing one is no error.
 
-        One that cannot be removed now is in the log, and goes later, at the latest with the lease.
+        Those that cannot be removed now are in the log, and go later, at the latest with the lease.
         """
         ...
 

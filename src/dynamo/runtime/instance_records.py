@@ -5,7 +5,7 @@ Discovery may be away: a record that it cannot take now is published when it is 
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -28,23 +28,15 @@ class InstanceRecords:
         self._publishing = asyncio.Lock()  # a record that changes is not restored in its old state
 
     async def put(self, key: str, record: msgspec.Struct) -> None:
-        """Publish a record."""
+        """Publish a record of this instance, until `detach`; while it is withdrawn, `restore` does."""
         self._records[key] = msgspec.json.encode(record)
-        await self._discovery.put(key, self._records[key])
-
-    async def attach(self, key: str, record: msgspec.Struct) -> None:
-        """Publish a further record of this instance, until `detach`; while it is withdrawn, `restore` does."""
-        async with self._publishing:
-            self._records[key] = msgspec.json.encode(record)
-            if not self._is_withdrawn and key not in self._hidden:
-                await self._discovery.put(key, self._records[key])
+        await self._publish(key)
 
     async def detach(self, key: str) -> None:
         """Remove a record of this instance for good. Idempotent."""
-        async with self._publishing:
-            self._hidden.discard(key)
-            if self._records.pop(key, None) is not None:
-                await self._discovery.delete(key)
+        self._hidden.discard(key)
+        if self._records.pop(key, None) is not None:
+            await self._discovery.delete(key)
 
     async def change(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
         """Replace an attached record of a registered instance by what `change` makes of it; changes come in turn.
@@ -53,9 +45,9 @@ class InstanceRecords:
         process is draining.
         """
         async with self._publishing:
-            before = self._records.get(key)
-            if self._is_withdrawn or before is None or key in self._hidden:
+            if not self._is_shown(key):
                 raise errors.Conflict("nobody is to find us now: try again when we serve")
+            before = self._records[key]
             try:
                 await self.put(key, change(before))
             except errors.Unavailable as error:
@@ -70,24 +62,23 @@ class InstanceRecords:
         self._records.clear()
 
     async def withdraw(self) -> None:
-        """Remove all records of this instance until `restore`; its handlers still answer."""
-        async with self._publishing:
-            self._is_withdrawn = True
-            for key in reversed(list(self._records)):
-                await self._discovery.delete(key)
+        """Remove all records of this instance until `restore`; its handlers still answer.
+
+        This does not wait for a record that discovery takes long to publish.
+        """
+        self._is_withdrawn = True
+        await self._discovery.delete(*reversed(list(self._records)))
 
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
-        async with self._publishing:
-            await self._publish_again(self._records.keys() - self._hidden)
-            self._is_withdrawn = False
+        self._is_withdrawn = False
+        await self._publish_again(self._records)
 
     async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
         """Remove the records of one endpoint until `restore_endpoint`; its handler still answers."""
-        async with self._publishing:
-            for key in reversed(self._keys_of(name)):
-                self._hidden.add(key)
-                await self._discovery.delete(key)
+        keys = self._keys_of(name)
+        self._hidden.update(keys)
+        await self._discovery.delete(*reversed(keys))
 
     async def deregister_endpoint(self, name: instances.EndpointName) -> None:
         """Remove the records of one endpoint for good; its handler still answers."""
@@ -98,20 +89,31 @@ class InstanceRecords:
 
     async def restore_endpoint(self, name: instances.EndpointName) -> None:
         """Publish the withdrawn records of one endpoint again; while all are withdrawn, `restore` does."""
-        async with self._publishing:
-            keys = self._keys_of(name)
-            self._hidden.difference_update(keys)
-            if not self._is_withdrawn:
-                await self._publish_again(keys)
+        keys = self._keys_of(name)
+        self._hidden.difference_update(keys)
+        await self._publish_again(keys)
 
     def _keys_of(self, name: instances.EndpointName) -> list[str]:
         """Return the keys of an endpoint's instance and card, in the order in which they were published."""
         end = f"/{name.path}/{self._instance_id:x}"
         return [key for key in self._records if key.endswith(end)]
 
-    async def _publish_again(self, keys: Collection[str]) -> None:
-        for key in [key for key in self._records if key in keys]:  # in their order
+    def _is_shown(self, key: str) -> bool:
+        return key in self._records and not self._is_withdrawn and key not in self._hidden
+
+    async def _publish(self, key: str) -> None:
+        """Publish a record, unless it is withdrawn, and remove it again if it is withdrawn meanwhile."""
+        if self._is_shown(key):
             try:
                 await self._discovery.put(key, self._records[key])
-            except errors.Unavailable as error:
-                _logger.warning("%s is published when discovery is back: %s", key, error)
+            finally:
+                if not self._is_shown(key):
+                    await self._discovery.delete(key)
+
+    async def _publish_again(self, keys: Iterable[str]) -> None:
+        async with self._publishing:
+            for key in list(keys):
+                try:
+                    await self._publish(key)
+                except errors.Unavailable as error:
+                    _logger.warning("%s is published when discovery is back: %s", key, error)

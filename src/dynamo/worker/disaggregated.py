@@ -158,7 +158,7 @@ async def publish_unreachable(
         return msgspec.structs.replace(card, runtime_config=config)
 
     key = f"{instances.CARDS}{endpoint.path}/{runtime.instance_id:x}"
-    await runtime.change_record(key, lambda value: model_card.change_card(value, change))
+    await runtime.records.change(key, lambda value: model_card.change_card(value, change))
 
 
 def _with_peer_prefixes(

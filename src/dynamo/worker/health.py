@@ -31,7 +31,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.kvbm import tier_report, tiered_cache
 from dynamo.observability import metrics
-from dynamo.protocols import blocks, generate, instances, load, model_errors
+from dynamo.protocols import blocks, generate, instances, kv_transfer, load, model_errors
 from dynamo.runtime import component, credentials, requests
 from dynamo.runtime.http import exchange, server
 from dynamo.worker import startup
@@ -325,7 +325,8 @@ class HealthCheck:
 class Canary:
     """Probes one engine: `handle` accepts requests, `measure` returns the load of each rank.
 
-    `is_occupied`: the engine does what may keep it from computing, for a bounded time.
+    `is_occupied`: the engine does what may keep it from computing, for a bounded time. `may_be_remote`: a prefill
+    worker could compute the probe, which says so that the engine has to; a slow prefill worker is no fault of it.
     """
 
     def __init__(
@@ -336,8 +337,10 @@ class Canary:
         clock: clocks.Clock,
         *,
         is_occupied: Callable[[], bool] = lambda: False,
+        may_be_remote: bool = False,
     ) -> None:
         self._is_occupied = is_occupied
+        self._params = kv_transfer.COMPUTE_LOCALLY if may_be_remote else None
         self._handle = handle
         self._measure = measure
         self._check = check
@@ -354,7 +357,7 @@ class Canary:
                 )
 
     async def _is_alive(self) -> bool:
-        probe = Probe()
+        probe = Probe(msgspec.structs.replace(_PROBE_REQUEST, kv_transfer_params=self._params))
         self._handle(probe)
         load_before, was_occupied = self._measure(), self._is_occupied()
         try:
@@ -388,8 +391,8 @@ class Probe:
     endpoint = "canary"
     headers: Mapping[str, str] = {}
 
-    def __init__(self) -> None:
-        self.body = msgspec.Raw(msgspec.msgpack.encode(_PROBE_REQUEST))
+    def __init__(self, request: generate.Request) -> None:
+        self.body = msgspec.Raw(msgspec.msgpack.encode(request))
         self.is_answered = asyncio.Event()
         self._on_cancel: Callable[[], None] | None = None
 

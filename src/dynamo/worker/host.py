@@ -223,6 +223,7 @@ class Host:
                 check,
                 self._clock,
                 is_occupied=lambda: adapters is not None and adapters.is_changing,
+                may_be_remote=not self._options.is_aggregated,
             )
             self._tasks.start("health check", self._die_when_hung(watcher))
         if self._sleep is not None:
@@ -285,7 +286,7 @@ class Host:
         self._is_ready, self._is_draining = False, True
         if self._lora_adapters is not None:
             await self._lora_adapters.settle()
-        await self._runtime.withdraw()
+        await self._runtime.records.withdraw()
         await self._clock.sleep(self._options.drain_grace_s)
         deadline = self._clock.now() + self._options.drain_timeout_s
         refusal = errors.WorkerLost("the worker sleeps: ask another")
@@ -320,7 +321,7 @@ class Host:
     async def restore(self) -> None:
         """Accept requests again and register in discovery."""
         self._requests.reopen()
-        await self._runtime.restore()
+        await self._runtime.records.restore()
         await self._runtime.discovery.delete(self._start_key)
         self._is_ready, self._is_draining = True, False
 
@@ -353,7 +354,7 @@ class Host:
                 value, lambda card: msgspec.structs.replace(card, lora_names=names)
             )
 
-        await self._runtime.change_record(self._instance.card_key, change)
+        await self._runtime.records.change(self._instance.card_key, change)
 
     def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:

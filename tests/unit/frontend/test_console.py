@@ -160,7 +160,7 @@ async def test_worker_that_left_is_draining_while_it_says_so(rig):
             await tell_load(rig, worker, active=7, is_draining=True)
             await asyncio.sleep(0.01)
         (listed,) = (await get(rig, f"{API}/topology"))["workers"]
-        await worker.runtime.deregister()
+        await worker.runtime.records.deregister()
         await rig.until(lambda: not rig.instances)
         (left,) = (await get(rig, f"{API}/topology"))["workers"]
         recorder._loads.clear()

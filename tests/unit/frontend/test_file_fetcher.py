@@ -148,6 +148,17 @@ async def test_error_names_a_cache_that_cannot_be_written(rig):
         await rig.fetch.fetch_files(card_of(), [await rig.giver(BODY)])
 
 
+async def test_file_that_cannot_be_kept_leaves_nothing_in_the_cache(rig):
+    """As on a full disk, where a frontend tries again every ten seconds."""
+    card = card_of()
+    cached = rig.directory / card.files["tokenizer.json"].checksum.removeprefix("sha256:")
+    cached.mkdir(parents=True)
+    with pytest.raises(errors.ConfigError, match="cannot keep"):
+        await rig.content(card, await rig.giver(BODY))
+
+    assert [*rig.directory.iterdir()] == [cached]
+
+
 async def test_silent_worker_ends_the_fetch_after_the_timeout(rig, monkeypatch):
     monkeypatch.setattr(file_fetcher, "FETCH_TIMEOUT_S", 0.05)
     address = await rig.runtime.requests.serve("silent", lambda call: None)

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from frontend_rig import NAME
 
-from dynamo.base import tasks
+from dynamo.base import errors, tasks
 from dynamo.frontend.admission import busy_workers, load_thresholds
 from dynamo.frontend.console import recorder as recording
-from dynamo.protocols import load
+from dynamo.protocols import instances, load
 from dynamo.runtime import events
 from dynamo.runtime.backends import memory
 from dynamo.testing import clock as virtual
@@ -67,6 +67,25 @@ async def test_reported_load_is_recorded_and_waiting_requests_are_checked(rig):
 
     assert len(rig.loads) == 1
     assert rig.num_changes == before + 1
+
+
+async def test_loads_are_heard_once_the_event_plane_is_back(rig, monkeypatch):
+    """NATS may be away when the first worker of an endpoint comes."""
+    subscribe = rig.plane.subscribe
+
+    async def refuse(topic, listener):
+        monkeypatch.setattr(rig.plane, "subscribe", subscribe)
+        raise errors.Unavailable("NATS is gone")
+
+    monkeypatch.setattr(rig.plane, "subscribe", refuse)
+    topic = "dynamo/other/kv_metrics"
+    await rig.speaker.advertise(topic)
+    rig.known.ready[0].replicas[instances.EndpointName("dynamo", "other", "generate")] = None
+    await rig.clock.advance(2 * load_thresholds.REFRESH_INTERVAL_S)
+    rig.speaker.publish(topic, msgspec.msgpack.encode(EVENT))
+    await settle()
+
+    assert len(rig.loads) == 1
 
 
 async def test_thresholds_of_a_sibling_are_taken_over_except_what_was_changed_here(rig):

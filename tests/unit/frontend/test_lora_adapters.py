@@ -107,7 +107,7 @@ async def test_adapter_vanishes_with_its_last_worker_and_returns_with_another(po
 async def change(worker, *lora_names):
     """It has these from now on."""
     card = msgspec.structs.replace(worker.card, lora_names=lora_names)
-    await worker.runtime.change_record(
+    await worker.runtime.records.change(
         worker.instance.card_key, lambda _: card.record_for(worker.instance)[1]
     )
 

@@ -346,7 +346,7 @@ def leave_after(rig, worker, num_tokens):
     """The worker leaves with its next request, of which it has said so much."""
 
     async def leave(call):
-        await worker.runtime.deregister()
+        await worker.runtime.records.deregister()
         await rig.until(lambda: not rig.instances)
         call.fail(errors.WorkerLost("the worker stops"))
 

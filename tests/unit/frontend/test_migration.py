@@ -1,9 +1,11 @@
 """The policy of migration, and the requests for the rest of an answer."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.base import errors
 from dynamo.frontend import migration
 from dynamo.protocols import blocks, generate
 
@@ -22,8 +24,13 @@ def request(n=1, **stop):
     )
 
 
-def verdict(rules=RULES, limit=2, num_moves=0, seq_len=10):
-    return rules.judge(limit=limit, num_migrations=num_moves, seq_len=seq_len)
+DEATH, FULL = errors.WorkerDied("gone"), errors.Overloaded("full")
+
+
+def verdict(rules=RULES, limit=2, num_moves=0, error=DEATH, num_deaths=0, **facts):
+    known = {"is_prepared": True, "has_others": False, "seq_len": 10} | facts
+    loss = migration.Loss(error=error, num_migrations=num_moves, num_deaths=num_deaths, **known)
+    return rules.judge(loss, limit)
 
 
 def test_request_migrates_as_often_as_the_limit_allows():
@@ -39,6 +46,25 @@ def test_limit_of_zero_forbids_migration():
 def test_too_long_request_does_not_migrate():
     assert verdict(seq_len=11) is Verdict.TOO_LONG
     assert verdict(migration.MigrationPolicy(), seq_len=10**6) is Verdict.MIGRATE
+
+
+@pytest.mark.parametrize(
+    ("num_moves", "has_others", "expected"),
+    [(0, False, Verdict.NOT_LOST), (0, True, Verdict.MIGRATE), (1, False, Verdict.MIGRATE)],
+)
+def test_request_that_a_full_worker_refuses_migrates_if_it_has_moved_or_may_move(
+    num_moves, has_others, expected
+):
+    assert verdict(error=FULL, num_moves=num_moves, has_others=has_others) is expected
+
+
+def test_request_that_an_engine_cannot_serve_does_not_migrate():
+    assert verdict(error=errors.InvalidRequest("no"), has_others=True) is Verdict.NOT_LOST
+
+
+def test_suspect_does_not_migrate_even_where_migration_is_off():
+    assert verdict(num_deaths=2, limit=0) is Verdict.SUSPECT
+    assert verdict(num_deaths=1, is_prepared=False) is Verdict.SUSPECT
 
 
 def test_card_can_lower_the_limit_and_not_raise_it():

@@ -88,6 +88,26 @@ async def test_request_waits_for_a_model_that_has_just_registered(bare, loading)
     assert unknown.status_code == 404
 
 
+async def test_request_waits_for_a_model_of_a_new_generation_that_has_just_registered(
+    bare, loading
+):
+    """As of workers that replace others on Kubernetes, each generation in a namespace of its own."""
+    loading.free_names = {"m"}
+    await bare.start(namespace="mine")
+    await bare.register(Worker, "m", instances.EndpointName("mine", "backend", "generate"))
+    await bare.until(lambda: bare.instances)
+    generation = instances.EndpointName("mine-0123abcd", "backend", "generate")
+    await bare.register(Worker, "late", generation)
+    answer = bare.start_task(bare.complete(model="late"))
+    unknown = await bare.complete(model="nowhere")
+    was_waiting = not answer.done()
+    loading.may_load.set()
+
+    assert was_waiting
+    assert (await answer).status_code == 200
+    assert unknown.status_code == 404
+
+
 async def test_files_that_come_slowly_delay_no_other_model(bare, loading):
     loading.free_names = {"m"}
     await bare.start()
@@ -235,6 +255,19 @@ async def clashing(rig, folder):
     return await runtime.register(name, lambda call: call.finish(), card_of(folder).record_for)
 
 
+async def test_each_worker_of_a_model_gets_as_many_requests_whatever_endpoint_it_has(bare):
+    """As while the workers of a new generation replace others one by one."""
+    await bare.start()
+    workers = [await bare.worker() for _ in range(3)]
+    other = instances.EndpointName("dynamo-0123abcd", "backend", "generate")
+    workers.append(await bare.register(Worker, "m", other))
+    await bare.until(lambda: len(bare.instances) == 4)
+    for _ in range(12):
+        await bare.chat()
+
+    assert [len(worker.calls) for worker in workers] == [3, 3, 3, 3]
+
+
 async def test_later_worker_with_other_files_is_refused(rig, other_dir, caplog):
     await clashing(rig, other_dir)
     await rig.until(lambda: "refused instance" in caplog.text)
@@ -294,6 +327,18 @@ async def test_model_is_served_once_its_files_can_be_read(
 
     assert await names(rig) == ["late", "m"]
     assert caplog.text.count("cannot serve the model 'late'") == 1
+
+
+async def test_model_that_its_worker_renames_is_served_by_the_new_name_alone(rig):
+    """As by a second `register_model` of an endpoint."""
+    instance = rig.one.instance
+    record = card_of(rig.model_dir, "renamed").record_for(instance)[1]
+    await rig.one.runtime.records.change(instance.card_key, lambda _: record)
+    async with asyncio.timeout(waiting.PATIENT_S):
+        while await names(rig) != ["renamed"]:
+            await asyncio.sleep(0)
+
+    assert (await rig.complete(model="renamed")).status_code == 200
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"\xff", b"null"])

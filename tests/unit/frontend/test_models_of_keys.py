@@ -81,7 +81,7 @@ async def test_model_that_a_key_may_not_ask_is_answered_as_an_unknown_one(keyed,
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_key_does_not_learn_that_a_foreign_model_has_lost_its_workers(keyed, path):
-    await keyed.two.runtime.withdraw()
+    await keyed.two.runtime.records.withdraw()
     await keyed.until(lambda: keyed.frontend.models.get(SECRET) is None)
 
     assert await ask(keyed, path, SECRET) == await ask(keyed, path, UNKNOWN)
@@ -138,7 +138,7 @@ async def test_key_waits_for_its_model_by_an_alias_while_the_model_is_loaded(bar
 async def test_tokens_without_a_model_are_those_of_the_only_one_that_the_key_may_ask(keyed):
     own = await keyed.client.post("/tokenize", json={"prompt": "hi"}, headers=FEW)
     two = await keyed.client.post("/tokenize", json={"prompt": "hi"}, headers=ALL)
-    await keyed.one.runtime.withdraw()
+    await keyed.one.runtime.records.withdraw()
     await keyed.until(lambda: keyed.frontend.models.get("m") is None)
     none = await keyed.client.post("/detokenize", json={"tokens": [104]}, headers=FEW)
 
@@ -150,7 +150,7 @@ async def test_tokens_without_a_model_are_those_of_the_only_one_that_the_key_may
 @pytest.mark.parametrize("path", ["/busy_threshold", "/docs", "/v1/models", "/api/tags", "/api/ps"])
 async def test_lists_and_pages_name_no_model_that_the_key_may_not_ask(keyed, path):
     shown = (await keyed.client.get(path, headers=FEW)).text
-    await keyed.one.runtime.withdraw()
+    await keyed.one.runtime.records.withdraw()
     await keyed.until(lambda: keyed.frontend.models.get("m") is None)
     alone = (await keyed.client.get(path, headers=FEW)).text
 

@@ -367,7 +367,7 @@ async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
 async def test_request_by_an_alias_wakes_the_model(bare, path, fields):
     await bare.start(worker_wait_secs=0)
     first = await bare.worker("m", aliases=("mine",))
-    await first.runtime.withdraw()
+    await first.runtime.records.withdraw()
     await bare.until(lambda: bare.frontend.models.get("m") is None)
     bare.one = first
     await announce(bare, msgspec.structs.replace(ON_DEMAND, model="m"))
@@ -414,7 +414,7 @@ async def test_frontend_without_workers_is_healthy_while_a_request_wakes_a_model
 
     await bare.start()
     bare.one = await bare.worker("m")
-    await bare.one.runtime.withdraw()
+    await bare.one.runtime.records.withdraw()
     await bare.until(lambda: bare.frontend.models.get("m") is None)
     found = [await check_health()]
     for announced in (start, msgspec.structs.replace(start, failure="it has no weights")):

@@ -204,7 +204,7 @@ async def test_snapshot_of_a_router_that_has_left_meanwhile_counts_no_requests(j
     there.sync._fetch = fetch_late
     there.sync.request_snapshots()
     await asyncio.sleep(0)
-    await here.runtime.deregister()  # as it does while it finishes its requests
+    await here.runtime.records.deregister()  # as it does while it finishes its requests
     await there.until()
     answer.set()
     await asyncio.gather(*there.sync._tasks._running)

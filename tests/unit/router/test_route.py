@@ -1,4 +1,4 @@
-"""The route of a LoRA adapter uses only workers that have the adapter."""
+"""The route of a LoRA adapter uses only workers that have the adapter; which workers can take a request over."""
 
 import pytest
 from routing_rig import Receiver, request
@@ -45,3 +45,22 @@ async def test_lora_route_without_workers_raises_no_workers(adapters):
     with pytest.raises(errors.NoWorkers):
         await adapters.made.open_stream(request(lora_name="poet"), Receiver())
     assert not adapters.num_calls
+
+
+@pytest.mark.parametrize("mode", ["kv", "round-robin"])
+async def test_no_worker_can_take_over_a_request_for_one_instance(world, mode, monkeypatch):
+    """It would else be lost whenever its worker stands still for seconds, though it may not migrate."""
+    await world.route(2, router_mode=mode)
+    ids = {worker.id for worker in world.workers}
+    found, open_stream = [], world.client.open
+
+    async def note_alternatives(*arguments, alternatives, **options):
+        found.append({*alternatives()})
+        return await open_stream(*arguments, alternatives=alternatives, **options)
+
+    monkeypatch.setattr(world.client, "open", note_alternatives)
+    for instance_id in (None, world.workers[0].id):
+        options = route.RoutingOptions(instance_id=instance_id)
+        await world.made.open_stream(request(), Receiver(), options)
+
+    assert found == [ids, set()]

@@ -10,7 +10,7 @@ from dynamo.base import clock
 from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.observability import metrics
-from dynamo.protocols import blocks, generate, instances, kv_events, model_card
+from dynamo.protocols import blocks, generate, instances, kv_events, kv_transfer, model_card
 from dynamo.router import api, config, kv_router, route, route_factory
 from dynamo.runtime import component
 from dynamo.worker import kv_event_publisher
@@ -117,20 +117,38 @@ async def test_end_of_a_request_leaves_those_of_another_model_counted_at_the_oth
         assert there[1].min_active_requests() == 1
 
 
+async def make_prefill_routes(stack):
+    """Return a factory of routes by way of prefill workers, and its runtime."""
+    runtime = await join(stack, component.MemoryCluster())
+    settings = prefill_config.PrefillRoutingConfig()
+    registry, time = metrics.Registry("dynamo_frontend"), clock.SystemClock()
+    kv = config.RoutingConfig(router_mode="kv")
+    plain = route_factory.RouteFactory(kv, runtime, time, registry)
+    stack.push_async_callback(plain.close)
+    made = prefill_route.PrefillRouteFactory(plain, settings, runtime.discovery, registry, time)
+    stack.push_async_callback(made.close)
+    return made, runtime
+
+
+async def test_limit_of_local_prefill_is_that_of_the_endpoint_that_came_last():
+    """Such as of workers that replace others, in a namespace of their own."""
+    async with contextlib.AsyncExitStack() as stack:
+        made, runtime = await make_prefill_routes(stack)
+        limits = []
+        for namespace, length in (("a", 20), ("b", 9)):
+            data = {kv_transfer.LOCAL_LENGTH_KEY: length}
+            facts = model_card.ModelRuntimeConfig(runtime_data=data)
+            described = msgspec.structs.replace(card(), runtime_config=facts)
+            name = instances.EndpointName(namespace, "backend", "generate")
+            made.make(runtime.client(name), described).set_model_cards({1: described})
+            limits.append(made._lengths[card().display_name].limits.max_local_prefill_length)
+
+        assert limits == [20, 9]
+
+
 async def test_model_that_comes_back_has_the_route_that_it_had():
     async with contextlib.AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(
-            await component.DistributedRuntime.in_memory(
-                component.MemoryCluster(), item_type=generate.Output
-            )
-        )
-        settings = prefill_config.PrefillRoutingConfig()
-        registry, time = metrics.Registry("dynamo_frontend"), clock.SystemClock()
-        kv = config.RoutingConfig(router_mode="kv")
-        plain = route_factory.RouteFactory(kv, runtime, time, registry)
-        stack.push_async_callback(plain.close)
-        made = prefill_route.PrefillRouteFactory(plain, settings, runtime.discovery, registry, time)
-        stack.push_async_callback(made.close)
+        made, runtime = await make_prefill_routes(stack)
         client = runtime.client(NAME)
         others = {"weights": "w"}, {"kv_cache_block_size": 8}, {"display_name": "n"}
         cards = [card(), *(msgspec.structs.replace(card(), **fields) for fields in others)]

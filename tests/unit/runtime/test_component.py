@@ -67,13 +67,13 @@ async def test_withdrawn_instance_is_hidden_until_it_is_restored(pair):
     await worker.register(NAME, echo, CARD.record_for)
     before = await frontend.discovery.get_prefix("v1/")
 
-    await worker.withdraw()
+    await worker.records.withdraw()
     meanwhile = await frontend.discovery.get_prefix("v1/")
-    await worker.restore()
+    await worker.records.restore()
     after = await frontend.discovery.get_prefix("v1/")
-    await worker.withdraw()
-    await worker.deregister()
-    await worker.restore()
+    await worker.records.withdraw()
+    await worker.records.deregister()
+    await worker.records.restore()
 
     assert len(before) == 2
     assert (meanwhile, after) == ({}, before)
@@ -100,13 +100,13 @@ async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
         cards = [msgspec.json.decode(one, type=model_card.CardRecord) for one in records.values()]
         return [one.card_json for one in cards]
 
-    await worker.change_record(instance.card_key, lambda _: poetic.record_for(instance)[1])
+    await worker.records.change(instance.card_key, lambda _: poetic.record_for(instance)[1])
     changed = await found()
-    await worker.withdraw()
+    await worker.records.withdraw()
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.change_record(instance.card_key, lambda _: CARD.record_for(instance)[1])
+        await worker.records.change(instance.card_key, lambda _: CARD.record_for(instance)[1])
     meanwhile = await found()
-    await worker.restore()
+    await worker.records.restore()
 
     assert (changed, meanwhile) == ([poetic], [])
     assert await found() == [poetic]
@@ -115,7 +115,7 @@ async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
 async def test_instance_is_restored_while_discovery_is_away(pair, monkeypatch, caplog):
     worker, _ = pair
     await worker.register(NAME, lambda call: None, CARD.record_for)
-    await worker.withdraw()
+    await worker.records.withdraw()
     put = worker.discovery.put
 
     async def put_while_away(key, value):
@@ -123,19 +123,52 @@ async def test_instance_is_restored_while_discovery_is_away(pair, monkeypatch, c
         raise errors.Unavailable("etcd is away")
 
     monkeypatch.setattr(worker.discovery, "put", put_while_away)
-    await worker.restore()
+    await worker.records.restore()
 
     assert len(await worker.discovery.get_prefix("v1/")) == 2
     assert caplog.text.count("is published when discovery is back: etcd is away") == 2
 
 
+async def test_instance_leaves_while_discovery_takes_long_to_publish_a_change(pair, monkeypatch):
+    """Else a drain would wait for as long as etcd is away before it begins."""
+    worker, frontend = pair
+    instance = await worker.register(NAME, lambda call: None, CARD.record_for)
+    put, begins, ends = worker.discovery.put, asyncio.Event(), asyncio.Event()
+
+    async def put_slowly(key, value):
+        begins.set()
+        await ends.wait()
+        await put(key, value)
+
+    monkeypatch.setattr(worker.discovery, "put", put_slowly)
+    record = CARD.record_for(instance)[1]
+    changing = asyncio.create_task(worker.records.change(instance.card_key, lambda _: record))
+    async with asyncio.timeout(PATIENT_S):
+        await begins.wait()
+        await worker.records.withdraw()
+    ends.set()
+    await changing
+
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
 async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
-    await worker.deregister()
+    await worker.records.deregister()
 
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.change_record(instance.card_key, lambda _: CARD.record_for(instance)[1])
+        await worker.records.change(instance.card_key, lambda _: CARD.record_for(instance)[1])
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
+async def test_endpoint_that_is_registered_while_its_process_drains_is_not_published(pair):
+    """A service may still be at its start when SIGTERM comes."""
+    worker, frontend = pair
+    await worker.register(NAME, echo)
+    await worker.drain(0)
+    await worker.register(OTHER, echo, CARD.record_for)
+
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 
@@ -143,7 +176,7 @@ async def test_deregistered_instance_has_no_keys_but_still_answers(pair):
     worker, frontend = pair
     await worker.register(NAME, echo, CARD.record_for)
     instance = await worker.register(OTHER, echo)
-    await worker.deregister()
+    await worker.records.deregister()
     receiver = Receiver()
     await frontend.requests.open(instance.transport["memory"], NAME.path, 1, receiver)
 

@@ -1,7 +1,14 @@
 """What discovery over etcd keeps to itself; `tests/contract` has it with a real etcd."""
 
+import asyncio
+
 from dynamo.base import clock, errors
+from dynamo.protocols import instances
+from dynamo.runtime import instance_records
 from dynamo.runtime.backends.etcd import access, discovery
+from dynamo.testing import clock as virtual
+
+NUM_KEYS = 20
 
 
 class RefusingEtcd:
@@ -13,14 +20,95 @@ class RefusingEtcd:
     delete = put
 
 
-def new_member():
+class SlowEtcd:
+    """An etcd that takes connections, and answers while `answers` is set."""
+
+    def __init__(self):
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.values = {}
+
+    async def put(self, key, value, lease_id, *, after):
+        await self.answers.wait()
+        self.values[key] = value
+        return True, 1
+
+    async def delete(self, key, *, after):
+        await self.answers.wait()
+        del self.values[key]
+
+    async def refresh(self, lease_id):
+        return True
+
+    async def revoke(self, lease_id):
+        await self.answers.wait()
+        self.values.clear()
+
+
+def new_member(time=None):
     return discovery.EtcdDiscovery(
         access.EtcdAccess(addresses=("etcd:2379",)),
         1,
         lease_ttl_s=10,
         is_alive=lambda _key, _value: False,
-        time=clock.SystemClock(),
+        time=time or clock.SystemClock(),
     )
+
+
+async def joined(time):
+    """Return a member, its records with some keys, and their etcd."""
+    member, etcd = new_member(time), SlowEtcd()
+    member._etcd = etcd
+    member._is_answering.set()
+    records = instance_records.InstanceRecords(member, 1)
+    for number in range(NUM_KEYS):
+        record = instances.EventChannel(topic="t", instance_id=number, transport={})
+        await records.put(f"v1/{number}", record)
+    return member, records, etcd
+
+
+async def test_process_with_many_keys_waits_once_for_an_etcd_that_hangs():
+    time = virtual.VirtualClock()
+    member, records, etcd = await joined(time)
+    await member.put("v1/channel", b"")  # that the event plane removes at its end
+    etcd.answers.clear()
+
+    async def leave():
+        await records.deregister()
+        await member.delete("v1/channel")
+        await member.close()
+
+    leaving = asyncio.create_task(leave())
+    await time.advance(discovery.LEAVE_TIMEOUT_S + 0.1)
+
+    assert leaving.done()
+    assert len(etcd.values) == NUM_KEYS + 1
+
+
+async def test_keys_leave_in_the_reverse_order_of_their_coming():
+    _, records, etcd = await joined(virtual.VirtualClock())
+    removed = []
+    etcd.delete = lambda key, *, after: asyncio.sleep(0, removed.append(key))
+    await records.deregister()
+
+    assert removed == [f"v1/{number}" for number in reversed(range(NUM_KEYS))]
+
+
+async def test_key_that_etcd_was_slow_to_remove_is_removed_with_the_next_refresh():
+    """A worker that falls asleep would else be listed for as long as it sleeps."""
+    time = virtual.VirtualClock()
+    member, records, etcd = await joined(time)
+    etcd.answers.clear()
+    withdrawing = asyncio.create_task(records.withdraw())
+    await time.advance(discovery.LEAVE_TIMEOUT_S + 0.1)
+    was_left = withdrawing.done() and len(etcd.values)
+    etcd.answers.set()
+    keeping = asyncio.create_task(member._lease.keep(etcd))
+    await time.advance(4.0)
+    keeping.cancel()
+
+    assert was_left == NUM_KEYS
+    assert etcd.values == {}
 
 
 async def test_key_that_etcd_does_not_let_us_remove_is_no_error_of_its_owner(caplog):

@@ -9,7 +9,7 @@ from worker_fakes import FACTS, FakeEngine, make_request
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import generate, instances, kv_events, model_card
+from dynamo.protocols import generate, instances, kv_events, kv_transfer, model_card
 from dynamo.runtime import component, requests
 from dynamo.worker import health, host
 from waiting import PATIENT_S
@@ -275,6 +275,21 @@ async def test_probe_is_no_request_too_many(worlds, monkeypatch):
             await world.host.run_until(asyncio.Event())
 
     assert isinstance(await receiver.end, errors.WorkerLost)
+
+
+@pytest.mark.parametrize(
+    ("is_aggregated", "params"), [(True, None), (False, kv_transfer.COMPUTE_LOCALLY)]
+)
+async def test_probe_is_computed_by_the_engine_itself(worlds, is_aggregated, params):
+    """A decode worker would else be given up because a prefill worker is slow, to which vLLM's gives every prompt."""
+    check = health.HealthCheck(wait_s=0.01, answer_s=60)
+    options = host.HostOptions(request_limit=8, is_aggregated=is_aggregated, health_check=check)
+    world = await worlds(options)
+    await world.host.start()
+    await until(lambda: world.engine.submitted)
+    (probe,) = world.engine.submitted
+
+    assert (probe.id, probe.kv_transfer_params) == ("canary", params)
 
 
 class SlowAdapters:

@@ -3,6 +3,7 @@
 Thresholds can be changed for each model at run time.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
@@ -164,8 +165,9 @@ class BusyWorkers:
                 for endpoint in model.replicas
             }
             for topic in topics - self._topics:
-                self._topics.add(topic)
-                await self._event_plane.subscribe(topic, self._receive)
+                with contextlib.suppress(errors.Unavailable):  # the next turn tries again
+                    await self._event_plane.subscribe(topic, self._receive)
+                    self._topics.add(topic)
             self.loads.drop_stale(self._clock.now())
             self._announce()
             await self._clock.sleep(REFRESH_INTERVAL_S)

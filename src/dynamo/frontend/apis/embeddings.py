@@ -418,19 +418,19 @@ class EmbeddingPipeline:
         return stream
 
     def _retry(self, model: RegisteredModel, send: SendShare, share: ShareReceiver) -> bool:
-        """Start to migrate a share by the rules of `dispatch`; return False if it must not migrate."""
-        error, policy = share.losses[-1], self._dispatcher.policy
-        num_deaths = sum(isinstance(each, errors.WorkerDied) for each in share.losses)
-        if num_deaths >= retry_rules.MAX_DEATHS:
-            share.reply.fail(retry_rules.make_error(share.reply.plan.request_id, num_deaths))
-            return True
-        may_migrate = isinstance(error, errors.WorkerLost) or (
-            isinstance(error, errors.Unavailable)
-            and (len(share.losses) > 1 or model.has_others(share.tried_instances))
+        """Start to migrate a share; return False if it must not migrate. A suspect is failed here."""
+        loss = migration.Loss(
+            error=share.losses[-1],
+            num_migrations=len(share.losses) - 1,
+            num_deaths=sum(isinstance(each, errors.WorkerDied) for each in share.losses),
+            is_prepared=True,
+            has_others=model.has_others(share.tried_instances),
         )
-        limit = policy.limit_of(model.card.migration_limit)
-        verdict = policy.judge(num_migrations=len(share.losses) - 1, limit=limit, seq_len=0)
-        if not may_migrate or verdict is not migration.MigrationVerdict.MIGRATE:
+        verdict = self._dispatcher.policy.judge(loss, model.card.migration_limit)
+        if verdict is migration.MigrationVerdict.SUSPECT:
+            share.reply.fail(retry_rules.make_error(share.reply.plan.request_id, loss.num_deaths))
+            return True
+        if verdict is not migration.MigrationVerdict.MIGRATE:
             return False
         self._dispatcher.background.start("migrate vectors", self._migrate(send, share))
         return True

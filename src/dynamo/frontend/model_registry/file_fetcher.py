@@ -204,8 +204,13 @@ def _write_to_cache(path: Path, content: bytes) -> None:
     """Write the whole file or nothing, and remove the oldest files beyond the limit. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="coming-", delete=False) as partial:
-        partial.write(content)
-    Path(partial.name).replace(path)
+        try:
+            partial.write(content)
+            partial.flush()
+            Path(partial.name).replace(path)
+        except OSError:  # the model is loaded again and again, and would leave a file each time
+            Path(partial.name).unlink(missing_ok=True)
+            raise
     for old in sorted(path.parent.iterdir(), key=_modified_at)[:-MAX_CACHED_FILES]:
         old.unlink(missing_ok=True)
 

@@ -216,7 +216,10 @@ class RegisteredModel:
     def _pick_endpoint(
         self, instance_id: int | None, avoid: Collection[int], weights: str = ""
     ) -> EndpointInstances:
-        """Pick the next endpoint in turn; most models have one. Raises NoWorkers."""
+        """Pick the next endpoint in turn, each as often as it has instances; most models have one. Raises NoWorkers.
+
+        While new workers at an endpoint of their own replace others, the first of them would else get half of all.
+        """
         usable = [
             replicas
             for replicas in self.replicas.values()
@@ -229,13 +232,10 @@ class RegisteredModel:
                 raise errors.NoWorkers(
                     f"no worker of {self.name!r} has the weights with which this answer began"
                 )
-        if avoid:
-            preferred = [
-                replicas
-                for replicas in usable
-                if any(live.instance_id not in avoid for live in replicas.live_instances)
-            ]
-            usable = preferred or usable
+        if len(usable) > 1:
+            turns = [(each, live) for each in usable for live in each.live_instances]
+            preferred = [each for each, live in turns if live.instance_id not in avoid]
+            usable = preferred or [each for each, _ in turns]
         if usable:
             return usable[next(self._num_picks) % len(usable)]
         if instance_id is not None:

@@ -187,8 +187,8 @@ class ModelRegistry:
         except wire.DECODE_ERRORS:
             return None
         card = record.card_json
-        is_foreign = self._namespace not in ("", record.namespace)
-        if is_foreign or card.worker_type is model_card.WorkerType.PREFILL:
+        is_own = instances.covers_namespace(self._namespace, record.namespace)
+        if not is_own or card.worker_type is model_card.WorkerType.PREFILL:
             return None
         if name in (card.display_name, *card.lora_names):
             return name
@@ -198,9 +198,8 @@ class ModelRegistry:
         """Follow the model cards in discovery until cancelled."""
         try:
             async for change in self._cards.watch(instances.CARDS):
-                record = self._apply_change(change)
-                if record is not None:
-                    self._start_refresh(record.card_json.display_name)
+                for name in self._apply_change(change):
+                    self._start_refresh(name)
         finally:
             await self._tasks.close()
 
@@ -232,29 +231,31 @@ class ModelRegistry:
         self._reloading_names.discard(name)
         self._start_refresh(name)
 
-    def _apply_change(self, change: discovery.Change) -> model_card.CardRecord | None:
-        """Record a change; return the record that came or went, or None if no model here changes by it."""
+    def _apply_change(self, change: discovery.Change) -> Collection[str]:
+        """Record a change; return the names of the models that change by it: two if a worker has renamed its model."""
+        key, kinds = change.key, (self._records, self._prefill_records)
+        names = {records[key].card_json.display_name for records in kinds if key in records}
         if isinstance(change, discovery.Delete):
-            records = (
-                self._prefill_records if change.key in self._prefill_records else self._records
-            )
-            return records.pop(change.key, None)
+            for records in kinds:
+                records.pop(key, None)
+            return names
         try:
             record = _decode_record(change.value)
         except wire.DECODE_ERRORS as error:
-            _logger.warning("ignored the model card %s: %s", change.key, error)
-            return None
+            _logger.warning("ignored the model card %s: %s", key, error)
+            return ()
+        name = record.card_json.display_name
         if not instances.covers_namespace(self._namespace, record.namespace):
-            return None
+            return ()
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
-            self._prefill_records[change.key] = record
-            return record
-        previous = self._records.get(change.key)
-        if previous is not None:
-            unloaded = {*previous.card_json.lora_names} - {*record.card_json.lora_names}
-            self._unloaded_names.setdefault(record.card_json.display_name, set()).update(unloaded)
-        self._records[change.key] = record
-        return record
+            self._prefill_records[key] = record
+            return {*names, name}
+        if key in self._records:
+            previous = self._records[key].card_json.lora_names
+            unloaded = {*previous} - {*record.card_json.lora_names}
+            self._unloaded_names.setdefault(name, set()).update(unloaded)
+        self._records[key] = record
+        return {*names, name}
 
     async def _refresh(self, name: str) -> None:
         """Make the model of this name agree with the records."""

@@ -70,11 +70,12 @@ class FileDiscovery:
         await asyncio.to_thread(self._directory.write, key, value)
         self._changed.set()
 
-    async def delete(self, key: str) -> None:
-        try:
-            await asyncio.to_thread(self._directory.remove, key)
-        except errors.ConfigError as error:  # each look at the disk tries again
-            log.warning("%s stays for now: %s", key, error)
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            try:
+                await asyncio.to_thread(self._directory.remove, key)
+            except errors.ConfigError as error:  # each look at the disk tries again
+                log.warning("%s stays for now: %s", key, error)
         self._changed.set()
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:

@@ -45,8 +45,9 @@ class MemoryDiscovery:
         self._registry.owner_by_key[key] = self
         self._registry.view.put(key, value)
 
-    async def delete(self, key: str) -> None:
-        self._remove(key)
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._remove(key)
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         return self._registry.view.get_prefix(prefix)

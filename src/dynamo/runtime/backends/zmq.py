@@ -219,8 +219,7 @@ class ZmqEventPlane:
         if self._receiver is not None:
             await self._receiver.close()
         if self._publisher is not None:
-            for topic in self._topics:
-                await self._discovery.delete(self._channel(topic).key)
+            await self._discovery.delete(*(self._channel(topic).key for topic in self._topics))
             self._publisher.close()
         self._context.term()
 

@@ -10,6 +10,7 @@ the keys removed that have not come back with it, and a key that etcd loses whil
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -67,6 +68,7 @@ class EtcdDiscovery:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outage: errors.DynamoError | None = None  # its cause, while etcd is away
         self._is_refused = False  # since etcd answered last
+        self._has_hung = False  # at a removal of keys
         self._is_open = True
 
     @classmethod
@@ -119,13 +121,17 @@ class EtcdDiscovery:
                 self._lease.set_key(key, former)
             raise
 
-    async def delete(self, key: str) -> None:
-        if not self._is_open or not self._lease.remove_key(key) or self._etcd is None:
-            return  # while etcd is away this does not wait: the key is removed when it is back
+    async def delete(self, *keys: str) -> None:
+        is_away = self._etcd is None or self._is_hanging
+        removed = [key for key in keys if self._is_open and self._lease.remove_key(key)]
+        if not removed or is_away:  # then this does not wait: they are removed when etcd is back
+            return
         try:
-            await self._call(lambda etcd: self._lease.write(etcd, key), LEAVE_TIMEOUT_S)
+            await self._call(lambda etcd: self._lease.write(etcd, *removed), LEAVE_TIMEOUT_S)
         except (errors.Unavailable, errors.ConfigError) as error:
-            log.info("%s is removed when etcd is back, or when our lease ends: %s", key, error)
+            self._has_hung = isinstance(error, errors.Unavailable)
+            names = ", ".join(removed)
+            log.info("%s: removed when etcd is back, or when our lease ends: %s", names, error)
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         """Return all living keys that begin with `prefix`. Raises Unavailable."""
@@ -151,13 +157,18 @@ class EtcdDiscovery:
             return
         self._is_open = False
         try:
-            if self._etcd is not None:
+            if self._etcd is not None and not self._is_hanging:
                 async with self._clock.timeout(LEAVE_TIMEOUT_S):
                     await self._lease.end(self._etcd)
         except (TimeoutError, errors.DynamoError) as error:
             log.info("our keys leave etcd when our lease ends: %r", error)
         finally:
             await self._tasks.close()
+
+    @property
+    def _is_hanging(self) -> bool:
+        """Return whether etcd was waited for in vain to remove keys, and has not removed them since."""
+        return self._has_hung and bool(self._lease.unanswered_removals)
 
     async def _judge_missing_keys(self) -> None:
         while True:
@@ -293,10 +304,16 @@ class EtcdLease:
             self._desired[key] = None
         return is_known
 
-    async def write(self, etcd: connection.EtcdConnection, key: str) -> None:
-        """Write the desired state of one key to etcd."""
+    @property
+    def unanswered_removals(self) -> list[str]:
+        """Return the keys whose removal etcd has not answered yet."""
+        return [key for key, value in self._desired.items() if value is None]
+
+    async def write(self, etcd: connection.EtcdConnection, *keys: str) -> None:
+        """Write the desired state of some keys to etcd."""
         async with self._writing:
-            await self._write(etcd, key)
+            for key in keys:
+                await self._write(etcd, key)
 
     async def attach(self, etcd: connection.EtcdConnection) -> None:
         """Hold the lease, taken again if it was lost, with all keys of the desired state."""
@@ -315,6 +332,8 @@ class EtcdLease:
                 await etcd.check()
             if not await etcd.refresh(self._id):
                 await self.attach(etcd)
+            with contextlib.suppress(errors.ConfigError):  # `delete` waits for them no longer
+                await self.write(etcd, *self.unanswered_removals)
 
     def check_now(self) -> None:
         """Check at once whether etcd is there, because a call got no answer."""

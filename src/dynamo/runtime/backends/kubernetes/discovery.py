@@ -113,13 +113,15 @@ class KubernetesDiscovery:
                 self._desired[key] = former
             raise
 
-    async def delete(self, key: str) -> None:
-        if not self._is_open or self._desired.pop(key, None) is None:
+    async def delete(self, *keys: str) -> None:
+        removed = [key for key in keys if self._desired.pop(key, None) is not None]
+        if not self._is_open or not removed:
             return
         try:
             await self._write(_LEAVE_TIMEOUT_S)
         except (errors.Unavailable, errors.ConfigError) as error:
-            log.info("%s is removed when the cluster is back, or allows it: %s", key, error)
+            names = ", ".join(removed)
+            log.info("%s: removed when the cluster is back, or allows it: %s", names, error)
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         """Return all living keys that begin with `prefix`, as the cluster has them now. Raises Unavailable."""

@@ -91,7 +91,7 @@ class NatsConnection:
     ) -> "NatsConnection":
         """Connect, and try again for `start_timeout_s` if there is no server yet. Raises ConfigError."""
         self = cls(access, name, time or clock.SystemClock())
-        connecting = asyncio.ensure_future(self._connect())
+        connecting = asyncio.ensure_future(self._connect(self._client))
         try:
             await asyncio.wait(
                 (connecting, self._refusal),
@@ -161,14 +161,16 @@ class NatsConnection:
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> "SubjectSubscription":
         """Subscribe to `subject`, for this server's restarts too. Raises Unavailable."""
-
         subscription = SubjectSubscription(subject, on_message, self._subscriptions)
         try:
             await subscription.begin(self._client)
         except nats.errors.Error as error:
-            raise errors.Unavailable(
-                f"NATS at {self.addresses} does not let us hear {subject!r}: {error}"
-            ) from error
+            if self._is_closing or not isinstance(error, nats.errors.ConnectionClosedError):
+                await subscription.close()
+                raise errors.Unavailable(
+                    f"NATS at {self.addresses} does not let us hear {subject!r}: {error}"
+                ) from error
+            # else NATS has dismissed us, and `_join_again` subscribes
         await self._settle()
         return subscription
 
@@ -199,10 +201,10 @@ class NatsConnection:
                 await self._client.flush(_SETTLE_S)
                 await self._client.flush(_SETTLE_S)
 
-    async def _connect(self) -> None:
+    async def _connect(self, client: Client) -> None:
         access = self._access
         options: dict[str, Any] = {"tls": access.tls} if access.tls is not None else {}
-        await self._client.connect(
+        await client.connect(
             list(access.urls),
             name=self._name,
             error_cb=self._report_error,
@@ -284,11 +286,16 @@ class NatsConnection:
 
     async def _join_again(self) -> None:
         await self.clock.sleep(_AGAIN_S)
-        self._client = _PromptClient()
-        await self._connect()
+        client = _PromptClient()
+        try:
+            await self._connect(client)
+        except BaseException:
+            await client.close()
+            raise
+        self._client = client  # only now, or what subscribes meanwhile would be subscribed twice
         for subscription in list(self._subscriptions):
             if subscription in self._subscriptions:  # else it was closed meanwhile
-                await subscription.begin(self._client)
+                await subscription.begin(client)
         await self._found()
 
     async def _found(self) -> None:
@@ -322,13 +329,13 @@ class SubjectSubscription:
         async def deliver(message: Msg) -> None:
             self._on_message(message.subject, message.reply, message.data)
 
+        self._living.add(self)
         self._at_client = await client.subscribe(
             self._subject,
             cb=deliver,
             pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
             pending_bytes_limit=_SUBSCRIPTION_BYTES,
         )
-        self._living.add(self)
 
     async def close(self) -> None:
         """Unsubscribe. Idempotent."""
