@@ -1,10 +1,10 @@
 """The planner as a service: in each interval observe, decide, order, and tell.
 
 A decision is one line of the log, a change of the metrics, an entry of `GET /planner/decisions`, and one of the report
-for consoles (`protocols.planner_report`). Of several in
-one namespace the oldest acts; the others decide as well and say that they stand by. One that takes over changes nothing
-in its first interval, and takes nothing away before it has observed a whole window; the latter holds for one that stood
-still as well. A failure of a source or of the connector costs one decision, and is told as its reason.
+for consoles (`protocols.planner_report`). Of several in one namespace the oldest acts, of those that may; the others
+decide as well and say that they stand by. One that takes over changes nothing in its first interval, and takes nothing
+away before it has observed a whole window; the latter holds for one that stood still as well. A failure of a source or
+of the connector costs one decision, and is told as its reason.
 """
 
 import asyncio
@@ -185,7 +185,8 @@ class PlannerService:
     async def start(self, host: str, port: int) -> int:
         """Begin to decide; return the port of the HTTP server. Raises ConfigError."""
         bound_port = await self._server.start(host, port, port_flag="--planner-port")
-        await self._leadership.join()
+        if self._settings.operation:  # one that only tells must not keep another one from acting
+            await self._leadership.join()
         for load in self._loads:
             await load.start()
         self._running.start("decide", self._decide_for_ever())
@@ -214,7 +215,7 @@ class PlannerService:
             await self._clock.sleep(self._settings.adjustment_interval)
 
     async def _decide_once(self) -> None:
-        is_leader = await self._leadership.is_leader()
+        is_leader = not self._settings.operation or await self._leadership.is_leader()
         takes_over = is_leader and self._is_leader is False
         self._is_leader = is_leader
         interval_s, now = self._settings.adjustment_interval, self._clock.now()
@@ -258,11 +259,13 @@ class PlannerService:
             )
         self._tell(observation, decision, is_leader=is_leader)
         if is_leader and not takes_over and self._settings.operation:
-            await self._connector.scale(decision)
             if self._wake_up is not None and self._settings.min_endpoint == 0:
                 startup_s = decode.startup_s or self._settings.startup_time
                 startup_s += interval_s  # a request waits for the next decision, too
-                await self._wake_up.update(is_asleep=not decode.num_ready, startup_s=startup_s)
+                # before the last worker goes: until the next decision requests would be refused
+                is_asleep = not (decode.num_ready and decision.replicas.decode)
+                await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
+            await self._connector.scale(decision)
 
     def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:
         self._metrics.record(observation, decision, is_leader=is_leader)

@@ -172,14 +172,23 @@ async def test_advisory_planner_orders_nothing(parts):
     assert (await decisions_of(url))[0]["outcome"] == "advisory"
 
 
-async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_the_start():
-    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
-    clock, orders, source = virtual.VirtualClock(), Orders(), Source()
-    orders.num_ready, source.frontend_load = 0, FrontendLoad()
-    source.reading, load = Fresh(Traffic(num_requests=0.0)), Load()
+async def test_planner_that_only_tells_keeps_no_other_one_from_acting(parts):
+    await parts(operation=False)
+    _, _, orders, _ = await parts(max_gpu_budget=3)
+
+    async def has_grown():
+        return orders.num_ready == 3
+
+    await until(has_grown)
+
+
+def make_idle_planner(orders, registry):
+    """A planner of a model that nobody asks for, which may go down to no worker."""
+    clock, source, load = virtual.VirtualClock(), Source(), Load()
+    source.reading, source.frontend_load = Fresh(Traffic(num_requests=0.0)), FrontendLoad()
     load.value = PoolLoad()
-    service = PlannerService(
-        ScalingConfig(adjustment_interval=10.0, min_endpoint=0),
+    return PlannerService(
+        ScalingConfig(adjustment_interval=10.0, min_endpoint=0, scale_down_delay=0),
         source,
         orders,
         Leadership(registry, "n", 1, clock),
@@ -187,6 +196,12 @@ async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_t
         loads=(load, load),
         wake_up=WakeUpPromise(registry, namespace="n", model="m", instance_id=1),
     )
+
+
+async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_the_start():
+    registry, orders = memory.MemoryDiscovery(memory.MemoryRegistry()), Orders()
+    orders.num_ready = 0
+    service = make_idle_planner(orders, registry)
     await service.start("127.0.0.1", 0)
     try:
         starts = {}
@@ -201,6 +216,25 @@ async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_t
 
     (start,) = starts.values()
     assert msgspec.json.decode(start)["estimate_s"] == 10.0 + 1.0  # which `Orders` measured
+
+
+async def test_last_worker_goes_when_frontends_know_that_a_request_starts_one():
+    """They refuse requests for a model that has no worker and no start, and the next decision may be minutes away."""
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+
+    class WatchedOrders(Orders):
+        async def scale(self, decision):
+            self.starts = await registry.get_prefix(instances.STARTS)
+            await super().scale(decision)
+
+    orders = WatchedOrders()
+    service = make_idle_planner(orders, registry)
+    await service.start("127.0.0.1", 0)
+    await until(lambda: _is_true(orders.decisions))
+    await service.close()
+
+    assert orders.decisions == [(0, 0)]
+    assert orders.starts
 
 
 async def test_failure_of_the_connector_does_not_end_the_planner(parts):
