@@ -47,6 +47,7 @@ _MEANS = {  # field of Traffic: metric
     "duration_s": "request_duration_seconds",
 }
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
+_EVER = "requests_ever"  # since the frontends' start
 _INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
 _QUEUED, _QUEUED_TOKENS = "router_queue_pending_requests", "router_queue_pending_isl_tokens"
 _LENGTHS, _LENGTHS_BUCKET = "prompt_lens_le_", f"{_PREFIX}input_sequence_tokens_bucket"
@@ -256,6 +257,7 @@ class PrometheusSource:
             name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
         }
         queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in _GAUGES}
+        queries[_EVER] = f"sum({_PREFIX}{_STARTED}{self._labels})"
         buckets = f"sum by (le) (increase({_LENGTHS_BUCKET}{self._labels}{range_text}))"
         try:
             *values, lengths = await asyncio.gather(
@@ -269,6 +271,8 @@ class PrometheusSource:
             for _, number in rows[:1]
         }
         changes |= {f"{_LENGTHS}{labels.get('le', '+Inf')}": number for labels, number in lengths}
+        if _HELD in changes and _EVER not in changes:  # a model is asked for, and was never served
+            changes[_STARTED] = 0.0
         if _STARTED not in changes:
             reason = (
                 f"{self._url} has no two values of {_PREFIX}{_STARTED}{self._labels} in {range_text[1:-1]}:"

@@ -1,3 +1,5 @@
+from urllib import parse
+
 import msgspec
 import pytest
 
@@ -220,6 +222,25 @@ async def test_interval_that_is_too_short_for_two_scrapes_of_prometheus_is_named
         in reading.reason
     )
     assert "expected --adjustment-interval to be at least twice" in reading.reason
+
+
+async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus(monkeypatch):
+    """Its counters come into being with the first worker, which this request is to start."""
+    known = {"dynamo_frontend_requests_waiting_for_worker": "1"}
+
+    async def get(url):
+        number = known.get(parse.unquote(url).partition("sum(")[2].partition("{")[0])
+        rows = [] if number is None else [{"metric": {}, "value": [0, number]}]
+        return msgspec.json.encode({"data": {"result": rows}})
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    source = PrometheusSource("http://prometheus", "m", virtual.VirtualClock())
+    never_served = await source.read(10)
+    known["dynamo_frontend_requests_started_total"] = "1"  # by now; one scrape tells no increase
+
+    assert never_served.value.num_requests == 0
+    assert source.frontend_load.num_open == 1
+    assert isinstance(await source.read(10), Missing)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "many"])
