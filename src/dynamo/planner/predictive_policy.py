@@ -162,10 +162,10 @@ class Forecast:
         if not self._isl:
             return None
         osl = self._osl or 1.0
-        new_tokens = self._isl * (1 - min(1.0, self._hit_rate or 0.0))
+        new_tokens = max(1.0, self._isl * (1 - (self._hit_rate or 0.0)))
         total = sum(self._prompt_lens.values())
         return RequestShape(
-            isl=max(1.0, new_tokens),
+            isl=new_tokens,
             osl=osl,
             context=self._isl + osl / 2,
             new_lens={
@@ -210,8 +210,10 @@ class PredictivePolicy:
         present = observation.num_ordered
         shape = self._forecast.shape
         num_waiting = observation.prefill_load.num_waiting + observation.decode_load.num_waiting
-        if shape is None:
-            replicas = Replicas(1, 1) if num_waiting else Replicas(0, 0)
+        if shape is None:  # of the workers that an earlier planner has left, some may be busy
+            replicas = Replicas(*(max(n, int(num_waiting > 0)) for n in present))
+            if not policies.has_load(observation, traffic):
+                replicas = Replicas(0, 0)
             reason = "requests wait" if num_waiting else "no request yet"
             return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
         profile = self._corrected_profile(observation, shape)
