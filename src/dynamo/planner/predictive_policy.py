@@ -383,11 +383,6 @@ class Sizing:
             return self._aggregated_rate
         return 1 / self._service_s
 
-    @property
-    def decoded_per_s(self) -> float:
-        """Return the answers that one decode worker writes in a second."""
-        return self._decode_rate(self._targets.itl_s) / self._shape.osl
-
     def workers(self, requests_per_s: float, *, extra_per_s: float = 0.0) -> Replicas:
         """Return the least workers for a rate of arrivals, with room for `extra_per_s` from a queue."""
         if self._targets.mode == "agg":
@@ -403,6 +398,16 @@ class Sizing:
             num_prefill = max(num_prefill, self._for_waiting_time(requests_per_s))
         rate = self._decode_rate(self._targets.itl_s)
         return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
+
+    def most_requests_per_s(self, replicas: Replicas) -> float:
+        """Return the highest rate of arrivals for which so many workers are enough."""
+        low, high = 0.0, sum(replicas) * self.prompts_per_s
+        for _ in range(20):
+            rate = (low + high) / 2
+            needed = self.workers(rate)
+            is_enough = needed.prefill <= replicas.prefill and needed.decode <= replicas.decode
+            low, high = (rate, high) if is_enough else (low, rate)
+        return low
 
     def tokens_in_use(self, load: PoolLoad, num_ready: int) -> float:
         """Return the tokens in the KV caches of a decode pool, and those of the answers that wait for it."""

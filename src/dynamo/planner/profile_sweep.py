@@ -20,6 +20,7 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
+from dynamo.planner.observation import Replicas
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
@@ -219,18 +220,14 @@ def recommend(
         )
         return Sizing(profile, scaled, Headroom(), shape, burstiness=1.0)
 
-    rates = {("agg", 0, num_workers): num_workers * sizing("agg").prompts_per_s}
     split = sizing("disagg")
-    for num_prefill in range(1, num_workers):
-        num_decode = num_workers - num_prefill
-        rates["disagg", num_prefill, num_decode] = min(
-            num_prefill * split.prompts_per_s, num_decode * split.decoded_per_s
-        )
-    (mode, num_prefill, num_decode), rate = max(rates.items(), key=lambda item: item[1])
+    choices = [(sizing("agg"), Replicas(0, num_workers))]
+    choices += [(split, Replicas(n, num_workers - n)) for n in range(1, num_workers)]
+    rate, replicas = max((each.most_requests_per_s(number), number) for each, number in choices)
     return Recommendation(
-        mode="agg" if mode == "agg" else "disagg",
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        mode="disagg" if replicas.prefill else "agg",
+        num_prefill=replicas.prefill,
+        num_decode=replicas.decode,
         gpus_per_worker=num_gpus,
         requests_per_s=rate,
         tokens_per_s_per_gpu=rate * osl / num_workers / num_gpus,
