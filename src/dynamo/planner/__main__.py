@@ -83,12 +83,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
         connector: Connector
         expand: Expand = keep_url
         if settings.environment == "virtual":
-            connector = VirtualConnector(
-                runtime.discovery,
-                settings.namespace,
-                clock,
-                registered,
-            )
+            connector = VirtualConnector(runtime.discovery, settings.namespace, clock, registered)
         elif settings.environment == "kubernetes":
             module = distribution.load_extra(
                 "dynamo.planner.kubernetes_connector",

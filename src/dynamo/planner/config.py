@@ -267,12 +267,7 @@ class PlannerConfig(component.RuntimeConfig):
     )
 
 
-_NO_OPTION = frozenset(
-    (
-        "optimization_target",
-        "pre_deployment_sweeping_mode",
-    )
-)
+_NO_OPTION = frozenset(("optimization_target", "pre_deployment_sweeping_mode"))
 _OPPOSITES = {"advisory": "operation", "no_operation": "operation", "no_correction": "correction"}
 _IS_ENABLED = {"enable_throughput_scaling": True, "enable_load_scaling": False}  # unless said
 _INTERVAL_OF = {

@@ -9,6 +9,7 @@ The sweep's client streams prompts of exact length to a frontend, and takes the 
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 import math
 import random
@@ -211,12 +212,8 @@ def recommend(
     shape = RequestShape(isl=isl, osl=osl, context=isl + osl / 2)
 
     def sizing(mode: Literal["agg", "disagg"]) -> Sizing:
-        scaled = Targets(
-            mode=mode,
-            ttft_s=targets.ttft_s,
-            itl_s=targets.itl_s,
-            prefill_gpus=num_gpus,
-            decode_gpus=num_gpus,
+        scaled = dataclasses.replace(
+            targets, mode=mode, prefill_gpus=num_gpus, decode_gpus=num_gpus
         )
         return Sizing(profile, scaled, Headroom(), shape, burstiness=1.0)
 

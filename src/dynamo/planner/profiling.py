@@ -37,11 +37,8 @@ from dynamo.runtime import listening
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
-_FRAMEWORKS = (
-    "vllm",
-    "sglang",
-    "trtllm",
-)  # of a graph; the first one's image serves our own engines, too
+# of a graph; the first one's image serves our own engines, too
+_FRAMEWORKS = ("vllm", "sglang", "trtllm")
 _MOST_NAME = 40  # characters: names of pods are longer by those of their services
 _READY_S = 600.0
 _STOP_S = 35.0

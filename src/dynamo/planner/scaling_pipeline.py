@@ -71,9 +71,7 @@ class Decision:
     reason: str
     proposal: Proposal | None = None
     withdrawals: Replicas = _NONE  # starts to give up
-    role_changes: int = (
-        0  # workers that go from prefill to decode; negative: from decode to prefill
-    )
+    role_changes: int = 0  # workers from prefill to decode; negative: from decode to prefill
 
     @property
     def line(self) -> str:
@@ -175,10 +173,10 @@ class ScalingPipeline:
     def _outcome(self, present: Replicas, target: Replicas, proposal: Proposal | None) -> str:
         if self._limits.is_advisory:
             return "advisory"
-        ups = [after > before for before, after in zip(present, target, strict=True)]
-        downs = [after < before for before, after in zip(present, target, strict=True)]
-        if any(ups) or any(downs):
-            return "rebalance" if any(ups) and any(downs) else "up" if any(ups) else "down"
+        is_up = target.prefill > present.prefill or target.decode > present.decode
+        is_down = target.prefill < present.prefill or target.decode < present.decode
+        if is_up or is_down:
+            return "rebalance" if is_up and is_down else "up" if is_up else "down"
         return "hold" if proposal is not None else "skipped"
 
     def _note_foreign_changes(self, present: Replicas) -> list[str]:
