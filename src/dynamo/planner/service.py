@@ -164,7 +164,7 @@ class PlannerService:
         self._clock = clock
         self._loads = loads
         self._metrics = PlannerMetrics(settings.targets, wake_up.model if wake_up else "")
-        self._wake_up = wake_up
+        self._wake_up = wake_up if settings.min_endpoint == 0 else None
         self._log_file = log_file
         self._is_log_written, self._has_warned_of_mode = True, False
         self._is_leader: bool | None = None  # at the last decision
@@ -258,13 +258,14 @@ class PlannerService:
                 decision, outcome="skipped", replicas=decision.present, reason=reason
             )
         self._tell(observation, decision, is_leader=is_leader)
-        if is_leader and not takes_over and self._settings.operation:
-            if self._wake_up is not None and self._settings.min_endpoint == 0:
-                startup_s = decode.startup_s or self._settings.startup_time
-                startup_s += interval_s  # a request waits for the next decision, too
-                # before the last worker goes: until the next decision requests would be refused
-                is_asleep = not (decode.num_ready and decision.replicas.decode)
-                await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
+        is_acting = is_leader and self._settings.operation
+        if is_acting and self._wake_up is not None:
+            startup_s = decode.startup_s or self._settings.startup_time
+            startup_s += interval_s  # a request waits for the next decision, too
+            # before the last worker goes: until the next decision requests would be refused
+            is_asleep = not (decode.num_ready and decision.replicas.decode)
+            await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
+        if is_acting and not takes_over:
             await self._connector.scale(decision)
 
     def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:
