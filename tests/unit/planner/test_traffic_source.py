@@ -107,6 +107,25 @@ async def test_requests_in_the_queues_of_routers_are_read(page):
     assert source.frontend_load == FrontendLoad(num_open=6, num_queued=8, queued_tokens=2400)
 
 
+async def test_requests_that_are_refused_are_no_traffic(page):
+    """A client that sends its bad request again and again buys no worker."""
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    labels = 'endpoint="chat",model="m",request_type="stream",status="error"'
+
+    def page_of(started, refused, lost):
+        ended = (("validation", refused), ("rate_limit", 1), ("overload", lost), ("", 900))
+        return PAGE.format(started=started, tokens=500, cached=0) + "".join(
+            f'dynamo_frontend_requests_total{{error_type="{error}",{labels}}} {number}.0\n'
+            for error, number in ended
+        )
+
+    page.text = page_of(5, 2, 0)
+    await source.read(10)
+    page.text = page_of(105, 82, 7)
+
+    assert (await source.read(10)).value.num_requests == 20
+
+
 async def test_no_request_is_a_measured_zero(page):
     source = FrontendSource([page.url], "m", virtual.VirtualClock())
     page.text = PAGE.format(started=5, tokens=500, cached=0)
@@ -197,6 +216,23 @@ async def test_prometheus_is_asked(page):
     assert reading.value.num_requests == 7
     assert reading.value.prompt_lens == {50.0 * (1 + 2 * part) / 4: 7 / 4 for part in range(4)}
     assert reading.value.isl == 1
+
+
+@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ",")])
+async def test_prometheus_is_asked_for_requests_without_those_that_were_refused(
+    monkeypatch, model, labels
+):
+    queries = []
+
+    async def get(url):
+        queries.append(parse.unquote_plus(url.partition("query=")[2]))
+        return b'{"data":{"result":[]}}'
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    await PrometheusSource("http://prometheus", model, virtual.VirtualClock()).read(30)
+    series = f'dynamo_frontend_requests_total{{error_type=~"validation|rate_limit"{labels}}}[30s]'
+
+    assert queries[0].endswith(f" - (sum(increase({series})) or vector(0))")
 
 
 @pytest.mark.parametrize(
