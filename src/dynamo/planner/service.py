@@ -127,14 +127,17 @@ class Leadership:
         self.namespace = namespace
         self._prefix = f"v1/planners/{namespace}/"
         self._key = f"{self._prefix}{int(1e9 * clock.wall()):020d}-{instance_id:x}"
+        self._has_joined = False
 
     async def join(self) -> None:
         """Stand for election with the time of this call as age."""
         await self._registry.put(self._key, b"{}")
+        self._has_joined = True
 
     async def is_leader(self) -> bool:
-        """Return True if no older planner lives."""
-        return min(await self._registry.get_prefix(self._prefix), default="") == self._key
+        """Return True if no older planner lives; of one that has not joined, if none lives that has."""
+        default_key = "" if self._has_joined else self._key
+        return min(await self._registry.get_prefix(self._prefix), default=default_key) == self._key
 
     async def leave(self) -> None:
         """Stand down, so that the next oldest planner acts."""
@@ -215,7 +218,7 @@ class PlannerService:
             await self._clock.sleep(self._settings.adjustment_interval)
 
     async def _decide_once(self) -> None:
-        is_leader = not self._settings.operation or await self._leadership.is_leader()
+        is_leader = await self._leadership.is_leader()
         takes_over = is_leader and self._is_leader is False
         self._is_leader = is_leader
         interval_s, now = self._settings.adjustment_interval, self._clock.now()

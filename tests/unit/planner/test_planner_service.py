@@ -173,13 +173,19 @@ async def test_advisory_planner_orders_nothing(parts):
 
 
 async def test_planner_that_only_tells_keeps_no_other_one_from_acting(parts):
-    await parts(operation=False)
+    _, _, _, url = await parts(operation=False)
+
+    async def has_decided():
+        return bool(await decisions_of(url))
+
+    await until(has_decided)
     _, _, orders, _ = await parts(max_gpu_budget=3)
 
     async def has_grown():
-        return orders.num_ready == 3
+        return orders.num_ready == 3 and not (await decisions_of(url))[0]["is_leader"]
 
     await until(has_grown)
+    assert (await decisions_of(url))[-1]["is_leader"]  # as long as it was alone
 
 
 def make_idle_planner(orders, registry, instance_id=1):
