@@ -358,9 +358,8 @@ class Sizing:
                 waits_s[wait_s] = waits_s.get(wait_s, 0.0) + share
         self._waits_s = waits_s if sum(waits_s.values()) >= _LEAST_SERVABLE else {}
         own_s = profile.prefill.prompt_s(shape.isl)
-        self._service_s = shape.isl / (
-            profile.prefill.tokens_per_s(shape.isl) * targets.prefill_gpus
-        )
+        num_gpus = targets.decode_gpus if targets.mode == "agg" else targets.prefill_gpus
+        self._service_s = shape.isl / (profile.prefill.tokens_per_s(shape.isl) * num_gpus)
         self._decode = profile.decode
         self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
         self.unreachable = (

@@ -176,6 +176,16 @@ def test_target_can_be_met_where_all_prompts_are_cached():
     assert not propose(make_policy(), observe(traffic=Fresh(traffic))).unreachable
 
 
+def test_aggregated_worker_computes_prompts_on_all_its_gpus():
+    """Throughputs of a profile are those of a GPU."""
+    of_one, of_four = (
+        propose(make_policy(mode="agg", decode_gpus=n), observe(num_requests=900, num_prefill=0))
+        for n in (1, 4)
+    )
+
+    assert of_four.replicas.decode <= -(-of_one.replicas.decode // 4) + 1
+
+
 def test_waiting_request_before_any_other_asks_for_one_worker_each():
     assert propose(make_policy(), observe(num_requests=0, num_waiting=1)).replicas == (1, 1)
 
