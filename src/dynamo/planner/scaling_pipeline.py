@@ -277,10 +277,11 @@ class ScalingPipeline:
 
         Without one no request is answered, however many prompts are computed.
         """
-        prefill, decode = observation.prefill, observation.decode
+        prefill, decode, targets = observation.prefill, observation.decode, self._targets
         change_s, spare = decode.role_change_s, max(1, self._limits.min_workers)
-        is_scaled = self._targets.mode in ("disagg", "auto")
-        if decode.num_ready or prefill.num_ready <= spare or change_s is None or not is_scaled:
+        can_change = targets.mode in ("disagg", "auto")
+        can_change &= targets.prefill_gpus == targets.decode_gpus
+        if decode.num_ready or prefill.num_ready <= spare or change_s is None or not can_change:
             return target
         starts = decode.starting_since
         left_s = (decode.startup_s or self._limits.startup_s) - (

@@ -420,3 +420,12 @@ def test_decode_worker_that_starts_for_long_is_not_waited_for():
 )
 def test_prefill_worker_stays_where_it_serves_better(case):
     assert decide_without_decode_workers(**case).role_changes == 0
+
+
+def test_prefill_worker_of_another_size_takes_no_place_of_a_decode_worker():
+    decode = PoolState(startup_s=60.0, role_change_s=2.0)
+    targets = Targets(mode="disagg", prefill_gpus=1, decode_gpus=2)
+    pipeline = ScalingPipeline(FixedPolicy(3, 1), targets, Limits())
+    decision = pipeline.decide(observe(num_prefill=3, decode=decode))
+
+    assert (decision.role_changes, decision.replicas) == (0, Replicas(3, 1))
