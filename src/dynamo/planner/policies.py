@@ -384,9 +384,7 @@ def least_workers(
     """Return the least workers with which at most `most_late` of the requests wait too long; 0 for no requests."""
     if requests_per_s * service_s <= 0:
         return 0
-    least = math.floor(requests_per_s * service_s) + 1
-    low, high = least, least
-
+    low = high = math.floor(requests_per_s * service_s) + 1
     case = {"requests_per_s": requests_per_s, "service_s": service_s, "burstiness": burstiness}
 
     def is_late(number: int) -> bool:

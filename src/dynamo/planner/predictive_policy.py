@@ -302,13 +302,9 @@ class PredictivePolicy:
         return sizing.decode_workers_for(num_tokens), sizing.decode_workers_for(later)
 
     def _lead_s(self, observation: Observation) -> float:
-        measured = [
-            pool.startup_s
-            for pool in (observation.prefill, observation.decode)
-            if pool.startup_s is not None
-        ]
-        startup_s = max(measured) if measured else self._headroom.startup_s
-        return startup_s + observation.interval_s
+        pools = (observation.prefill, observation.decode)
+        measured = (pool.startup_s for pool in pools if pool.startup_s is not None)
+        return max(measured, default=self._headroom.startup_s) + observation.interval_s
 
     def _backlog(
         self,

@@ -82,11 +82,8 @@ def unreachable_target(settings: ScalingConfig) -> str:
         isl=settings.isl, osl=settings.osl, context=settings.isl + settings.osl / 2
     )
     modes: tuple[Mode, ...] = ("agg", "disagg") if settings.mode == "auto" else (settings.mode,)
-    all_targets = [dataclasses.replace(settings.targets, mode=mode) for mode in modes]
-    reasons = [
-        Sizing(profile, targets, Headroom(), shape, burstiness=1.0).unreachable
-        for targets in all_targets
-    ]
+    targets = (dataclasses.replace(settings.targets, mode=mode) for mode in modes)
+    reasons = [Sizing(profile, t, Headroom(), shape, burstiness=1.0).unreachable for t in targets]
     return reasons[0] if all(reasons) else ""
 
 
