@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 
+import msgspec
 import pytest
 
 from dynamo.base import clock as clocks
@@ -248,6 +249,29 @@ async def test_order_that_could_not_be_written_is_written_at_the_next_decision(
         target = await connectors.VirtualOrchestrator(registry, NAMESPACE).wait()
 
     assert target.num_decode_workers == 1
+    await registry.close()
+
+
+async def test_worker_that_died_after_its_order_was_completed_is_ordered_again(tmp_path):
+    registry = await file.FileDiscovery.open(tmp_path, 1)
+    registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
+    connector = connectors.VirtualConnector(registry, NAMESPACE, clocks.SystemClock(), registered)
+    orchestrator = connectors.VirtualOrchestrator(registry, NAMESPACE)
+    await order(connector, 0, 1)
+    first = await orchestrator.wait()
+    await orchestrator.complete(first)  # its process starts, and serves a little later
+    await order(connector, 0, 1)
+    unchanged = await registry.get_prefix(connectors.target_key(NAMESPACE))
+    await registry.put(f"v1/instances/{NAMESPACE}/backend/generate/a", b"{}")
+    await order(connector, 0, 1)
+    await registry.delete(f"v1/instances/{NAMESPACE}/backend/generate/a")
+    await order(connector, 0, 1)
+    async with asyncio.timeout(PATIENT_S):
+        second = await orchestrator.wait()
+
+    assert list(unchanged.values()) == [msgspec.json.encode(first)]
+    assert (second.num_decode_workers, second.decision_id) == (1, first.decision_id + 1)
+    assert (await connector.observe())[1].num_starting == 1
     await registry.close()
 
 

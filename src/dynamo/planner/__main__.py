@@ -75,20 +75,12 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
     async with await component.DistributedRuntime.open(settings) as runtime:
         stop = process_setup.stop_on_signals()
         clock = clocks.SystemClock()
-        prefill, decode = endpoints(settings.namespace)
-        registered = (
-            RegisteredWorkers(runtime.discovery, prefill),
-            RegisteredWorkers(runtime.discovery, decode),
-        )
+        registry, (prefill, decode) = runtime.discovery, endpoints(settings.namespace)
+        registered = RegisteredWorkers(registry, prefill), RegisteredWorkers(registry, decode)
         connector: Connector
         expand: Expand = keep_url
         if settings.environment == "virtual":
-            connector = VirtualConnector(
-                runtime.discovery,
-                settings.namespace,
-                clock,
-                registered,
-            )
+            connector = VirtualConnector(registry, settings.namespace, clock, registered)
         elif settings.environment == "kubernetes":
             module = distribution.load_extra(
                 "dynamo.planner.kubernetes_connector",

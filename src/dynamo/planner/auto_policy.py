@@ -79,10 +79,8 @@ class AutoPolicy:
 
 def as_aggregated(observation: Observation) -> Observation:
     """Return the observation with all workers and their load in the decode pool."""
-    pools, loads = (
-        (observation.prefill, observation.decode),
-        (observation.prefill_load, observation.decode_load),
-    )
+    pools = (observation.prefill, observation.decode)
+    loads = (observation.prefill_load, observation.decode_load)
     return dataclasses.replace(
         observation,
         prefill=PoolState(),

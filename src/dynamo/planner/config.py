@@ -152,10 +152,10 @@ class ScalingConfig:
             raise errors.ConfigError(
                 f"--min-endpoint {self.min_endpoint}: expected at most --max-workers {self.max_workers}"
             )
-        gpus = self.decode_engine_num_gpu
-        if self.mode not in ("agg", "auto"):
+        gpus = 0 if self.mode == "prefill" else self.decode_engine_num_gpu
+        if self.mode in ("disagg", "prefill"):
             gpus += self.prefill_engine_num_gpu
-        if self.mode not in ("prefill", "decode") and gpus > self.max_gpu_budget:
+        if gpus > self.max_gpu_budget:
             raise errors.ConfigError(
                 f"--max-gpu-budget {self.max_gpu_budget}: expected at least {gpus}, for one worker of each pool in"
                 f" mode {self.mode}"
@@ -267,12 +267,7 @@ class PlannerConfig(component.RuntimeConfig):
     )
 
 
-_NO_OPTION = frozenset(
-    (
-        "optimization_target",
-        "pre_deployment_sweeping_mode",
-    )
-)
+_NO_OPTION = frozenset(("optimization_target", "pre_deployment_sweeping_mode"))
 _OPPOSITES = {"advisory": "operation", "no_operation": "operation", "no_correction": "correction"}
 _IS_ENABLED = {"enable_throughput_scaling": True, "enable_load_scaling": False}  # unless said
 _INTERVAL_OF = {

@@ -21,7 +21,7 @@ The virtual connector writes decisions as state in discovery, for an orchestrato
 Ids rise across planners too, by the time of day: the order of an earlier planner may still be open, and its completion
 must not complete ours. The orchestrator uses `VirtualOrchestrator`: wait for a target, make it so, complete it. Until
 a target is completed its missing workers count as starting; after `TIMEOUT_S` seconds the planner says that none
-carried it out.
+carried it out. Where workers of a completed target go later, the same numbers are a new target.
 """
 
 import asyncio
@@ -365,6 +365,7 @@ class VirtualConnector:
         self._target: Replicas | None = None
         self._decision_id = 0
         self._ordered_at = 0.0
+        self._is_reached = False  # all workers of the target have been there, once it was completed
 
     async def observe(self) -> tuple[PoolState, PoolState]:
         """Return the pools: registered workers serve, further ones of an open target are starting."""
@@ -377,6 +378,7 @@ class VirtualConnector:
             else ""
         )
         targets = Replicas(counts[0], counts[1]) if self._target is None else self._target
+        self._is_reached |= is_done and counts[0] >= targets[0] and counts[1] >= targets[1]
         prefill, decode = [
             PoolState(
                 num_ready=min(count, target) if not is_done else count,
@@ -389,9 +391,11 @@ class VirtualConnector:
         return prefill, decode
 
     async def scale(self, decision: Decision) -> None:
-        """Write a target if it is a new one."""
+        """Write a target if it is a new one, or if workers of the last one, which was reached, have gone."""
         current = decision.present if self._target is None else self._target
-        if decision.replicas == current:
+        pairs = zip(decision.present, current, strict=True)
+        has_lost = self._is_reached and any(number < target for number, target in pairs)
+        if decision.replicas == current and not has_lost:
             return
         if self._decision_id == 0:
             of_earlier_planners = int(1000 * self._clock.wall())
@@ -404,6 +408,7 @@ class VirtualConnector:
         )
         await self._registry.put(target_key(self._namespace), msgspec.json.encode(target))
         self._target, self._ordered_at = decision.replicas, self._clock.now()
+        self._is_reached = False
 
     async def close(self) -> None:
         """Leave the workers as they are."""

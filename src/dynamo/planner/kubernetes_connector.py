@@ -147,11 +147,7 @@ class KubernetesConnector:
 
 def open_connector(clock: clocks.Clock) -> KubernetesConnector:
     """Open the connector of the deployment that this pod belongs to. Raises ConfigError."""
-    return KubernetesConnector(
-        connection.KubernetesConnection.open(),
-        os.environ,
-        clock=clock,
-    )
+    return KubernetesConnector(connection.KubernetesConnection.open(), os.environ, clock=clock)
 
 
 Service = tuple[str, Object]  # its name in the deployment, and its spec

@@ -269,7 +269,11 @@ class SlaPolicy:
         present = observation.num_ordered
         means = (traffic.isl, traffic.osl, traffic.ttft_s, traffic.itl_s, traffic.duration_s)
         if any(mean is None or not math.isfinite(mean) for mean in means):
-            return Proposal(replicas=present, reason="no request ended in the interval: skipped")
+            least = int(has_load(observation, traffic))  # without a worker no request ever ends
+            first = in_mode(
+                self._targets.mode, Replicas(*(max(n, least) for n in present)), present
+            )
+            return Proposal(replicas=first, reason="no request ended in the interval: skipped")
         isl, osl = traffic.isl or 0.0, traffic.osl or 0.0
         for predictor, value in (
             (self._num_requests, traffic.num_requests),
@@ -380,9 +384,7 @@ def least_workers(
     """Return the least workers with which at most `most_late` of the requests wait too long; 0 for no requests."""
     if requests_per_s * service_s <= 0:
         return 0
-    least = math.floor(requests_per_s * service_s) + 1
-    low, high = least, least
-
+    low = high = math.floor(requests_per_s * service_s) + 1
     case = {"requests_per_s": requests_per_s, "service_s": service_s, "burstiness": burstiness}
 
     def is_late(number: int) -> bool:

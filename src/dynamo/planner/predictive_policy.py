@@ -162,10 +162,10 @@ class Forecast:
         if not self._isl:
             return None
         osl = self._osl or 1.0
-        new_tokens = self._isl * (1 - min(1.0, self._hit_rate or 0.0))
+        new_tokens = max(1.0, self._isl * (1 - (self._hit_rate or 0.0)))
         total = sum(self._prompt_lens.values())
         return RequestShape(
-            isl=max(1.0, new_tokens),
+            isl=new_tokens,
             osl=osl,
             context=self._isl + osl / 2,
             new_lens={
@@ -210,8 +210,10 @@ class PredictivePolicy:
         present = observation.num_ordered
         shape = self._forecast.shape
         num_waiting = observation.prefill_load.num_waiting + observation.decode_load.num_waiting
-        if shape is None:
-            replicas = Replicas(1, 1) if num_waiting else Replicas(0, 0)
+        if shape is None:  # of the workers that an earlier planner has left, some may be busy
+            replicas = Replicas(*(max(n, int(num_waiting > 0)) for n in present))
+            if not policies.has_load(observation, traffic):
+                replicas = Replicas(0, 0)
             reason = "requests wait" if num_waiting else "no request yet"
             return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
         profile = self._corrected_profile(observation, shape)
@@ -300,13 +302,9 @@ class PredictivePolicy:
         return sizing.decode_workers_for(num_tokens), sizing.decode_workers_for(later)
 
     def _lead_s(self, observation: Observation) -> float:
-        measured = [
-            pool.startup_s
-            for pool in (observation.prefill, observation.decode)
-            if pool.startup_s is not None
-        ]
-        startup_s = max(measured) if measured else self._headroom.startup_s
-        return startup_s + observation.interval_s
+        pools = (observation.prefill, observation.decode)
+        measured = (pool.startup_s for pool in pools if pool.startup_s is not None)
+        return max(measured, default=self._headroom.startup_s) + observation.interval_s
 
     def _backlog(
         self,
@@ -356,9 +354,8 @@ class Sizing:
                 waits_s[wait_s] = waits_s.get(wait_s, 0.0) + share
         self._waits_s = waits_s if sum(waits_s.values()) >= _LEAST_SERVABLE else {}
         own_s = profile.prefill.prompt_s(shape.isl)
-        self._service_s = shape.isl / (
-            profile.prefill.tokens_per_s(shape.isl) * targets.prefill_gpus
-        )
+        num_gpus = targets.decode_gpus if targets.mode == "agg" else targets.prefill_gpus
+        self._service_s = shape.isl / (profile.prefill.tokens_per_s(shape.isl) * num_gpus)
         self._decode = profile.decode
         self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
         self.unreachable = (
@@ -381,11 +378,6 @@ class Sizing:
             return self._aggregated_rate
         return 1 / self._service_s
 
-    @property
-    def decoded_per_s(self) -> float:
-        """Return the answers that one decode worker writes in a second."""
-        return self._decode_rate(self._targets.itl_s) / self._shape.osl
-
     def workers(self, requests_per_s: float, *, extra_per_s: float = 0.0) -> Replicas:
         """Return the least workers for a rate of arrivals, with room for `extra_per_s` from a queue."""
         if self._targets.mode == "agg":
@@ -401,6 +393,16 @@ class Sizing:
             num_prefill = max(num_prefill, self._for_waiting_time(requests_per_s))
         rate = self._decode_rate(self._targets.itl_s)
         return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
+
+    def most_requests_per_s(self, replicas: Replicas) -> float:
+        """Return the highest rate of arrivals for which so many workers are enough."""
+        low, high = 0.0, sum(replicas) * self.prompts_per_s
+        for _ in range(20):
+            rate = (low + high) / 2
+            needed = self.workers(rate)
+            is_enough = needed.prefill <= replicas.prefill and needed.decode <= replicas.decode
+            low, high = (rate, high) if is_enough else (low, rate)
+        return low
 
     def tokens_in_use(self, load: PoolLoad, num_ready: int) -> float:
         """Return the tokens in the KV caches of a decode pool, and those of the answers that wait for it."""

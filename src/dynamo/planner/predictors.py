@@ -215,7 +215,8 @@ def find_period(values: Sequence[float]) -> int | None:
     """Return the shortest clear period of a series in intervals, or None; it must have come one and a half times."""
     series = smooth(values)
     lags = range(_LEAST_PERIOD, int(len(series) / 1.5) + 1)
-    likeness = {lag: _likeness(series, lag) for lag in lags}
+    spread = 2 * statistics.pvariance(series) if lags else 0.0
+    likeness = {lag: _likeness(series, lag, spread) for lag in lags}
     least = max(_LEAST_LIKENESS, max(likeness.values(), default=0.0) - _MULTIPLES)
     period = next((lag for lag in lags if likeness[lag] >= least), None)
     if period is None:
@@ -225,16 +226,15 @@ def find_period(values: Sequence[float]) -> int | None:
     if period == lags[-1]:  # the next lag may be still more alike
         return None
     # half of it ago the series was elsewhere, unlike a steady trend or noise
-    return period if _likeness(series, period // 2) < 0 else None
+    return period if _likeness(series, period // 2, spread) < 0 else None
 
 
-def _likeness(series: Sequence[float], lag: int) -> float:
+def _likeness(series: Sequence[float], lag: int, spread: float) -> float:
     """Return how like a series is to itself `lag` intervals ago: 1 if equal, about 0 if it is as far from it as chance.
 
-    Unlike a correlation it sees the level: two slopes are not alike because both rise.
+    Unlike a correlation it sees the level: two slopes are not alike because both rise. `spread` is twice the variance.
     """
     pairs = list(zip(series[lag:], series[:-lag], strict=False))
-    spread = 2 * statistics.pvariance(series)
     if len(pairs) < _LEAST_PERIOD or not spread:
         return 0.0
     return 1 - statistics.fmean((a - b) ** 2 for a, b in pairs) / spread

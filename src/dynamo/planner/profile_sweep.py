@@ -9,6 +9,7 @@ The sweep's client streams prompts of exact length to a frontend, and takes the 
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 import math
 import random
@@ -20,6 +21,7 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
+from dynamo.planner.observation import Replicas
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
@@ -210,27 +212,19 @@ def recommend(
     shape = RequestShape(isl=isl, osl=osl, context=isl + osl / 2)
 
     def sizing(mode: Literal["agg", "disagg"]) -> Sizing:
-        scaled = Targets(
-            mode=mode,
-            ttft_s=targets.ttft_s,
-            itl_s=targets.itl_s,
-            prefill_gpus=num_gpus,
-            decode_gpus=num_gpus,
+        scaled = dataclasses.replace(
+            targets, mode=mode, prefill_gpus=num_gpus, decode_gpus=num_gpus
         )
         return Sizing(profile, scaled, Headroom(), shape, burstiness=1.0)
 
-    rates = {("agg", 0, num_workers): num_workers * sizing("agg").prompts_per_s}
     split = sizing("disagg")
-    for num_prefill in range(1, num_workers):
-        num_decode = num_workers - num_prefill
-        rates["disagg", num_prefill, num_decode] = min(
-            num_prefill * split.prompts_per_s, num_decode * split.decoded_per_s
-        )
-    (mode, num_prefill, num_decode), rate = max(rates.items(), key=lambda item: item[1])
+    choices = [(sizing("agg"), Replicas(0, num_workers))]
+    choices += [(split, Replicas(n, num_workers - n)) for n in range(1, num_workers)]
+    rate, replicas = max((each.most_requests_per_s(number), number) for each, number in choices)
     return Recommendation(
-        mode="agg" if mode == "agg" else "disagg",
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        mode="disagg" if replicas.prefill else "agg",
+        num_prefill=replicas.prefill,
+        num_decode=replicas.decode,
         gpus_per_worker=num_gpus,
         requests_per_s=rate,
         tokens_per_s_per_gpu=rate * osl / num_workers / num_gpus,

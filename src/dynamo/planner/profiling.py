@@ -37,11 +37,8 @@ from dynamo.runtime import listening
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
-_FRAMEWORKS = (
-    "vllm",
-    "sglang",
-    "trtllm",
-)  # of a graph; the first one's image serves our own engines, too
+# of a graph; the first one's image serves our own engines, too
+_FRAMEWORKS = ("vllm", "sglang", "trtllm")
 _MOST_NAME = 40  # characters: names of pods are longer by those of their services
 _READY_S = 600.0
 _STOP_S = 35.0
@@ -342,11 +339,9 @@ class _Sweep:
             profile_files.write_deployment(graph, text, file)
             if importlib.util.find_spec("matplotlib") is not None:
                 plots = importlib.import_module("dynamo.planner.profile_plots")
-                targets_ms = {
-                    "ttft_ms": self._targets.ttft_s * 1e3,
-                    "itl_ms": self._targets.itl_s * 1e3,
-                }
-                plots.draw(profile, self._directory / "profile.png", **targets_ms)
+                ttft_ms, itl_ms = 1e3 * self._targets.ttft_s, 1e3 * self._targets.itl_s
+                path = self._directory / "profile.png"
+                plots.draw(profile, path, ttft_ms=ttft_ms, itl_ms=itl_ms)
         _say(f"wrote {self._directory}; on Kubernetes: kubectl apply -f {shlex.quote(str(file))}")
 
 

@@ -141,6 +141,7 @@ class RegressionPolicy:
             reason=self._explain(prompts),
             estimate=estimate if self._prompts.is_known and self._answers.is_known else None,
             unreachable=self._unreachable(prompts),
+            is_step=True,
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:

@@ -2,8 +2,8 @@
 
 - Observe: without a fresh reading nothing changes, except that a pool below its minimum is filled up.
 - Reconcile: a worker that is not ready after three start-up times is withdrawn; after that, and after a start that
-  ended without serving, the pool waits, longer each time, before it tries again. What comes and goes without our order
-  is said.
+  ended without serving, the pool waits, longer each time, before it tries again. As long as no start-up time was
+  measured, the next try has twice as long. What comes and goes without our order is said.
 - Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
   quarter of a pool at a time, because each of them leaves it before it serves the other. A prefill worker does so at
   once where no decode worker serves.
@@ -38,6 +38,7 @@ from dynamo.planner.observation import (
 from dynamo.planner.policies import Policy, Proposal, Targets
 
 _OVERDUE = 3.0  # start-up times
+_LONGEST_START_S = 3600.0  # for which a start is waited for, as long as none was measured
 _LONGEST_PAUSE_S = 600.0
 _MOST_DOUBLINGS = 10  # of a pause
 PREFILL, DECODE = "prefill", "decode"
@@ -71,9 +72,7 @@ class Decision:
     reason: str
     proposal: Proposal | None = None
     withdrawals: Replicas = _NONE  # starts to give up
-    role_changes: int = (
-        0  # workers that go from prefill to decode; negative: from decode to prefill
-    )
+    role_changes: int = 0  # workers from prefill to decode; negative: from decode to prefill
 
     @property
     def line(self) -> str:
@@ -175,10 +174,10 @@ class ScalingPipeline:
     def _outcome(self, present: Replicas, target: Replicas, proposal: Proposal | None) -> str:
         if self._limits.is_advisory:
             return "advisory"
-        ups = [after > before for before, after in zip(present, target, strict=True)]
-        downs = [after < before for before, after in zip(present, target, strict=True)]
-        if any(ups) or any(downs):
-            return "rebalance" if any(ups) and any(downs) else "up" if any(ups) else "down"
+        is_up = target.prefill > present.prefill or target.decode > present.decode
+        is_down = target.prefill < present.prefill or target.decode < present.decode
+        if is_up or is_down:
+            return "rebalance" if is_up and is_down else "up" if is_up else "down"
         return "hold" if proposal is not None else "skipped"
 
     def _note_foreign_changes(self, present: Replicas) -> list[str]:
@@ -200,7 +199,10 @@ class ScalingPipeline:
                 continue
             memory = self._memory[name]
             startup_s = pool.startup_s or self._limits.startup_s
-            limit_s = _OVERDUE * startup_s
+            patience_s = limit_s = _OVERDUE * startup_s
+            if pool.startup_s is None:  # perhaps it needs longer than was expected
+                limit_s *= 2**memory.num_failures
+                limit_s = max(patience_s, min(_LONGEST_START_S, limit_s))
             num_overdue = sum(observation.at - since > limit_s for since in pool.starting_since)
             counts.append(num_overdue)
             if pool.num_ready > memory.num_ready:
@@ -209,7 +211,7 @@ class ScalingPipeline:
             if not num_overdue and not pool.num_failed:
                 continue
             # A start that ends by itself has cost less than one that was waited for, and is tried again sooner.
-            shortest_s = limit_s if num_overdue else startup_s
+            shortest_s = patience_s if num_overdue else startup_s
             pause_s = min(_LONGEST_PAUSE_S, shortest_s * 2**memory.num_failures)
             memory.num_failures = min(memory.num_failures + 1, _MOST_DOUBLINGS)
             memory.retry_at = observation.at + pause_s
@@ -275,10 +277,11 @@ class ScalingPipeline:
 
         Without one no request is answered, however many prompts are computed.
         """
-        prefill, decode = observation.prefill, observation.decode
+        prefill, decode, targets = observation.prefill, observation.decode, self._targets
         change_s, spare = decode.role_change_s, max(1, self._limits.min_workers)
-        is_scaled = self._targets.mode in ("disagg", "auto")
-        if decode.num_ready or prefill.num_ready <= spare or change_s is None or not is_scaled:
+        can_change = targets.mode in ("disagg", "auto")
+        can_change &= targets.prefill_gpus == targets.decode_gpus
+        if decode.num_ready or prefill.num_ready <= spare or change_s is None or not can_change:
             return target
         starts = decode.starting_since
         left_s = (decode.startup_s or self._limits.startup_s) - (

@@ -1,10 +1,10 @@
 """The planner as a service: in each interval observe, decide, order, and tell.
 
 A decision is one line of the log, a change of the metrics, an entry of `GET /planner/decisions`, and one of the report
-for consoles (`protocols.planner_report`). Of several in
-one namespace the oldest acts; the others decide as well and say that they stand by. One that takes over changes nothing
-in its first interval, and takes nothing away before it has observed a whole window; the latter holds for one that stood
-still as well. A failure of a source or of the connector costs one decision, and is told as its reason.
+for consoles (`protocols.planner_report`). Of several in one namespace the oldest acts, of those that may; the others
+decide as well and say that they stand by. One that takes over changes nothing in its first interval, and takes nothing
+away before it has observed a whole window; the latter holds for one that stood still as well. A failure of a source or
+of the connector costs one decision, and is told as its reason.
 """
 
 import asyncio
@@ -82,11 +82,8 @@ def unreachable_target(settings: ScalingConfig) -> str:
         isl=settings.isl, osl=settings.osl, context=settings.isl + settings.osl / 2
     )
     modes: tuple[Mode, ...] = ("agg", "disagg") if settings.mode == "auto" else (settings.mode,)
-    all_targets = [dataclasses.replace(settings.targets, mode=mode) for mode in modes]
-    reasons = [
-        Sizing(profile, targets, Headroom(), shape, burstiness=1.0).unreachable
-        for targets in all_targets
-    ]
+    targets = (dataclasses.replace(settings.targets, mode=mode) for mode in modes)
+    reasons = [Sizing(profile, t, Headroom(), shape, burstiness=1.0).unreachable for t in targets]
     return reasons[0] if all(reasons) else ""
 
 
@@ -127,14 +124,17 @@ class Leadership:
         self.namespace = namespace
         self._prefix = f"v1/planners/{namespace}/"
         self._key = f"{self._prefix}{int(1e9 * clock.wall()):020d}-{instance_id:x}"
+        self._has_joined = False
 
     async def join(self) -> None:
         """Stand for election with the time of this call as age."""
         await self._registry.put(self._key, b"{}")
+        self._has_joined = True
 
     async def is_leader(self) -> bool:
-        """Return True if no older planner lives."""
-        return min(await self._registry.get_prefix(self._prefix), default="") == self._key
+        """Return True if no older planner lives; of one that has not joined, if none lives that has."""
+        default_key = "" if self._has_joined else self._key
+        return min(await self._registry.get_prefix(self._prefix), default=default_key) == self._key
 
     async def leave(self) -> None:
         """Stand down, so that the next oldest planner acts."""
@@ -164,7 +164,7 @@ class PlannerService:
         self._clock = clock
         self._loads = loads
         self._metrics = PlannerMetrics(settings.targets, wake_up.model if wake_up else "")
-        self._wake_up = wake_up
+        self._wake_up = wake_up if settings.min_endpoint == 0 else None
         self._log_file = log_file
         self._is_log_written, self._has_warned_of_mode = True, False
         self._is_leader: bool | None = None  # at the last decision
@@ -185,7 +185,8 @@ class PlannerService:
     async def start(self, host: str, port: int) -> int:
         """Begin to decide; return the port of the HTTP server. Raises ConfigError."""
         bound_port = await self._server.start(host, port, port_flag="--planner-port")
-        await self._leadership.join()
+        if self._settings.operation:  # one that only tells must not keep another one from acting
+            await self._leadership.join()
         for load in self._loads:
             await load.start()
         self._running.start("decide", self._decide_for_ever())
@@ -257,12 +258,15 @@ class PlannerService:
                 decision, outcome="skipped", replicas=decision.present, reason=reason
             )
         self._tell(observation, decision, is_leader=is_leader)
-        if is_leader and not takes_over and self._settings.operation:
+        is_acting = is_leader and self._settings.operation
+        if is_acting and self._wake_up is not None:
+            startup_s = decode.startup_s or self._settings.startup_time
+            startup_s += interval_s  # a request waits for the next decision, too
+            # before the last worker goes: until the next decision requests would be refused
+            is_asleep = not (decode.num_ready and decision.replicas.decode)
+            await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
+        if is_acting and not takes_over:
             await self._connector.scale(decision)
-            if self._wake_up is not None and self._settings.min_endpoint == 0:
-                startup_s = decode.startup_s or self._settings.startup_time
-                startup_s += interval_s  # a request waits for the next decision, too
-                await self._wake_up.update(is_asleep=not decode.num_ready, startup_s=startup_s)
 
     def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:
         self._metrics.record(observation, decision, is_leader=is_leader)

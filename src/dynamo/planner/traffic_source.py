@@ -1,8 +1,9 @@
 """The traffic of a model: read from the frontends' /metrics, or asked of a Prometheus server.
 
-A frontend counts since its start; the traffic of an interval is the difference of two readings. A counter that fell
-belongs to a frontend that was restarted, and counts from zero; after a reading that failed two are needed again.
-Without any answer the reading is `Missing`; if that lasts longer than `STALE_INTERVALS` intervals it is `Stale`.
+A frontend counts since its start; the traffic of an interval is the difference of two readings, without the requests
+that were refused before any worker had them. A counter that fell belongs to a frontend that was restarted, and counts
+from zero; after a reading that failed two are needed again. Without any answer the reading is `Missing`; if that lasts
+longer than `STALE_INTERVALS` intervals it is `Stale`.
 
 The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`), and from the
 queues of KV routers, whose requests no worker knows yet.
@@ -47,6 +48,10 @@ _MEANS = {  # field of Traffic: metric
     "duration_s": "request_duration_seconds",
 }
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
+_EVER = "requests_ever"  # since the frontends' start
+_ENDED, _REFUSED = f"{_PREFIX}requests_total", "requests_refused"
+_REFUSALS = "validation|rate_limit"  # error types of requests that no worker has worked on
+_REFUSAL = re.compile(f'error_type="({_REFUSALS})"')
 _INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
 _QUEUED, _QUEUED_TOKENS = "router_queue_pending_requests", "router_queue_pending_isl_tokens"
 _LENGTHS, _LENGTHS_BUCKET = "prompt_lens_le_", f"{_PREFIX}input_sequence_tokens_bucket"
@@ -124,6 +129,8 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
 
 def _key_of(name: str, labels: str) -> str | None:
     """Return what a sample counts; None for the buckets of other histograms than that of the prompts' lengths."""
+    if name == _ENDED and _REFUSAL.search(labels):
+        return _REFUSED
     if name == _LENGTHS_BUCKET and (edge := _EDGE.search(labels)):
         return f"{_LENGTHS}{edge[1]}"
     return None if name.endswith("_bucket") else name.removeprefix(_PREFIX)
@@ -215,7 +222,7 @@ def traffic_of(changes: Mapping[str, float]) -> Traffic:
         if (count := changes.get(f"{metric}_count", 0.0)) > 0 and f"{metric}_sum" in changes
     }
     return Traffic(
-        num_requests=changes.get(_STARTED, 0.0),
+        num_requests=max(0.0, changes.get(_STARTED, 0.0) - changes.get(_REFUSED, 0.0)),
         hit_rate=min(1.0, changes.get(_CACHED, 0.0) / num_prompt) if num_prompt else 0.0,
         prompt_lens=prompt_lens_of(changes),
         **means,
@@ -255,7 +262,10 @@ class PrometheusSource:
         queries = {
             name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
         }
+        refused = f'{_ENDED}{{error_type=~"{_REFUSALS}",{self._labels[1:-1]}}}{range_text}'
+        queries[_STARTED] += f" - (sum(increase({refused})) or vector(0))"
         queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in _GAUGES}
+        queries[_EVER] = f"sum({_PREFIX}{_STARTED}{self._labels})"
         buckets = f"sum by (le) (increase({_LENGTHS_BUCKET}{self._labels}{range_text}))"
         try:
             *values, lengths = await asyncio.gather(
@@ -269,6 +279,8 @@ class PrometheusSource:
             for _, number in rows[:1]
         }
         changes |= {f"{_LENGTHS}{labels.get('le', '+Inf')}": number for labels, number in lengths}
+        if _HELD in changes and _EVER not in changes:  # a model is asked for, and was never served
+            changes[_STARTED] = 0.0
         if _STARTED not in changes:
             reason = (
                 f"{self._url} has no two values of {_PREFIX}{_STARTED}{self._labels} in {range_text[1:-1]}:"

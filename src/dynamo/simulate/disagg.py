@@ -372,11 +372,7 @@ def pools(settings: DisaggConfig, num_nodes: int) -> list[Pool]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         transfer_bytes_per_s=settings.transfer_gb_s * 1e9,
     )
-    aggregated = Pool(
-        name="aggregated",
-        num_workers=2,
-        group=group,
-    )
+    aggregated = Pool(name="aggregated", num_workers=2, group=group)
     split = replace(
         aggregated,
         name="disaggregated",

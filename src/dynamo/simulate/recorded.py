@@ -1,8 +1,9 @@
 """The traffic that a frontend recorded with `--request-trace`, as a workload to replay.
 
 A row is written when its request ends, so the rows of several files are put in the order of arrival first. A prompt is
-known by the hashes of its full blocks, which become the names of its blocks; what follows the last full block is a
-block of its own, which no other prompt has. Requests that ended in an error are replayed with the tokens they got.
+known by the hashes of its full blocks, which become the names of its blocks. What has no hash is in blocks of its own,
+which no other prompt has: what follows the last full block, and what follows the first image, which a frontend does not
+hash. Requests that ended in an error are replayed with the tokens they got.
 """
 
 import gzip
@@ -29,7 +30,7 @@ class _Replay(msgspec.Struct):
 
     def __post_init__(self) -> None:
         size, num_hashes = self.trace_block_size, len(self.input_sequence_hashes)
-        if size < 1 or self.input_length < 1 or num_hashes != self.input_length // size:
+        if size < 1 or self.input_length < 1 or num_hashes > self.input_length // size:
             raise ValueError(
                 f"expected a hash for each full block of a prompt, got {num_hashes} for"
                 f" {self.input_length} tokens in blocks of {size}"
@@ -112,8 +113,8 @@ def _arrivals(rows: Sequence[TracedRequest]) -> Iterator[SimulatedRequest]:
     for row in rows:
         assert row.replay is not None, "rows without it are left out"
         names = [number_by_hash[each] for each in row.replay.input_sequence_hashes]
-        if row.replay.input_length % row.replay.trace_block_size:
-            names.append(next(numbers))
+        num_blocks = -(-row.replay.input_length // row.replay.trace_block_size)
+        names += (next(numbers) for _ in range(num_blocks - len(names)))
         yield SimulatedRequest(
             at=(row.request_received_ms - begin) / 1e3,
             num_tokens=row.replay.input_length,

@@ -62,6 +62,10 @@ def test_what_is_no_duration_is_refused(text):
             "needs 10 GPUs in mode disagg, expected at most --max-gpu-budget 8",
         ),
         (
+            {"mode": "prefill", "min_endpoint": 0, "prefill_engine_num_gpu": 16},
+            "--max-gpu-budget 8: expected at least 16, for one worker of each pool in mode prefill",
+        ),
+        (
             {"decode_kv_scale_up_threshold": 0.3},
             "--decode-kv-scale-down-threshold 0.5: expected at most --decode-kv-scale-up",
         ),
@@ -96,6 +100,11 @@ def test_last_worker_may_go_only_where_a_request_can_start_one_again(flags, is_r
         return
     with pytest.raises(errors.ConfigError, match="--min-endpoint 0: expected --model-name"):
         command.check_wake_up(*parts)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_minimum_of_one_pool_needs_no_gpus_for_the_other(mode):
+    service.make_pipeline(ScalingConfig(mode=mode, min_endpoint=8, max_gpu_budget=8))
 
 
 def load(content):

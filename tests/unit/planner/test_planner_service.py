@@ -172,21 +172,43 @@ async def test_advisory_planner_orders_nothing(parts):
     assert (await decisions_of(url))[0]["outcome"] == "advisory"
 
 
-async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_the_start():
-    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
-    clock, orders, source = virtual.VirtualClock(), Orders(), Source()
-    orders.num_ready, source.frontend_load = 0, FrontendLoad()
-    source.reading, load = Fresh(Traffic(num_requests=0.0)), Load()
+async def test_planner_that_only_tells_keeps_no_other_one_from_acting(parts):
+    _, _, _, url = await parts(operation=False)
+
+    async def has_decided():
+        return bool(await decisions_of(url))
+
+    await until(has_decided)
+    _, _, orders, _ = await parts(max_gpu_budget=3)
+
+    async def has_grown():
+        return orders.num_ready == 3 and not (await decisions_of(url))[0]["is_leader"]
+
+    await until(has_grown)
+    assert (await decisions_of(url))[-1]["is_leader"]  # as long as it was alone
+
+
+def make_idle_planner(orders, registry, instance_id=1):
+    """A planner of a model that nobody asks for, which may go down to no worker."""
+    clock, source, load = virtual.VirtualClock(), Source(), Load()
+    source.reading, source.frontend_load = Fresh(Traffic(num_requests=0.0)), FrontendLoad()
     load.value = PoolLoad()
     service = PlannerService(
-        ScalingConfig(adjustment_interval=10.0, min_endpoint=0),
+        ScalingConfig(adjustment_interval=10.0, min_endpoint=0, scale_down_delay=0),
         source,
         orders,
-        Leadership(registry, "n", 1, clock),
+        Leadership(registry, "n", instance_id, clock),
         clock,
         loads=(load, load),
-        wake_up=WakeUpPromise(registry, namespace="n", model="m", instance_id=1),
+        wake_up=WakeUpPromise(registry, namespace="n", model="m", instance_id=instance_id),
     )
+    return service, clock
+
+
+async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_the_start():
+    registry, orders = memory.MemoryDiscovery(memory.MemoryRegistry()), Orders()
+    orders.num_ready = 0
+    service, _ = make_idle_planner(orders, registry)
     await service.start("127.0.0.1", 0)
     try:
         starts = {}
@@ -201,6 +223,48 @@ async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_t
 
     (start,) = starts.values()
     assert msgspec.json.decode(start)["estimate_s"] == 10.0 + 1.0  # which `Orders` measured
+
+
+async def test_last_worker_goes_when_frontends_know_that_a_request_starts_one():
+    """They refuse requests for a model that has no worker and no start, and the next decision may be minutes away."""
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+
+    class WatchedOrders(Orders):
+        async def scale(self, decision):
+            self.starts = await registry.get_prefix(instances.STARTS)
+            await super().scale(decision)
+
+    orders = WatchedOrders()
+    service, _ = make_idle_planner(orders, registry)
+    await service.start("127.0.0.1", 0)
+    await until(lambda: _is_true(orders.decisions))
+    await service.close()
+
+    assert orders.decisions == [(0, 0)]
+    assert orders.starts
+
+
+async def test_planner_that_takes_over_announces_at_once_that_a_request_starts_a_worker():
+    """The announcement of the one that is gone has gone with it."""
+    shared = memory.MemoryRegistry()
+    registries = [memory.MemoryDiscovery(shared), memory.MemoryDiscovery(shared)]
+    services = []
+    for number, registry in enumerate(registries):
+        orders = Orders()
+        orders.num_ready = 0
+        services.append(make_idle_planner(orders, registry, number + 1))
+        await services[-1][0].start("127.0.0.1", 0)
+    (first, _), (second, clock) = services
+    await clock.advance(10)
+    await first.close()
+    await registries[0].close()
+    assert not await registries[1].get_prefix(instances.STARTS)
+    await clock.advance(10)
+    starts = await registries[1].get_prefix(instances.STARTS)
+    await second.close()
+
+    assert [key.rpartition("-")[2] for key in starts] == ["2"]
+    assert orders.decisions == []
 
 
 async def test_failure_of_the_connector_does_not_end_the_planner(parts):

@@ -156,6 +156,36 @@ def test_no_request_yet_asks_for_no_worker():
     assert propose(make_policy(), observe(num_requests=0)).replicas == (0, 0)
 
 
+def test_busy_workers_of_an_earlier_planner_stay_while_no_request_arrives():
+    load = PoolLoad(num_running=40, kv_usage=0.9)
+    silence = Fresh(Traffic(num_requests=0))
+    observation = observe(traffic=silence, num_prefill=2, num_decode=4, decode_load=load)
+
+    assert propose(make_policy(), observation).replicas == (2, 4)
+
+
+def test_target_can_be_met_where_all_prompts_are_cached():
+    traffic = Traffic(
+        num_requests=10,
+        isl=1000,
+        osl=100,
+        hit_rate=1.0,
+        prompt_lens={500.0: 6, 1500.0: 4, 900.0: 1},
+    )
+
+    assert not propose(make_policy(), observe(traffic=Fresh(traffic))).unreachable
+
+
+def test_aggregated_worker_computes_prompts_on_all_its_gpus():
+    """Throughputs of a profile are those of a GPU."""
+    of_one, of_four = (
+        propose(make_policy(mode="agg", decode_gpus=n), observe(num_requests=900, num_prefill=0))
+        for n in (1, 4)
+    )
+
+    assert of_four.replicas.decode <= -(-of_one.replicas.decode // 4) + 1
+
+
 def test_waiting_request_before_any_other_asks_for_one_worker_each():
     assert propose(make_policy(), observe(num_requests=0, num_waiting=1)).replicas == (1, 1)
 

@@ -157,6 +157,23 @@ def test_recommendation_uses_all_workers_and_no_more(num_workers):
     assert choice.requests_per_s > 0
 
 
+@pytest.mark.parametrize("osl", [10, 100])
+def test_workers_of_a_recommendation_hold_the_targets_at_its_rate(osl):
+    """At all that prefill workers can compute, a queue before them grows without end."""
+    profile = make_profile()
+    choice = profile_sweep.recommend(profile, isl=1000, osl=osl, targets=Targets(), num_workers=4)
+    targets, shape = (
+        Targets(mode=choice.mode),
+        RequestShape(isl=1000, osl=osl, context=1000 + osl / 2),
+    )
+    needed = Sizing(profile, targets, Headroom(), shape, burstiness=1.0).workers(
+        choice.requests_per_s
+    )
+
+    assert needed.prefill <= choice.num_prefill
+    assert needed.decode <= choice.num_decode
+
+
 def test_recommendation_says_which_target_cannot_be_met():
     choice = profile_sweep.recommend(
         make_profile(), isl=1000, osl=100, targets=Targets(ttft_s=0.01), num_workers=2

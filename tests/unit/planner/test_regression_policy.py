@@ -3,6 +3,7 @@ import pytest
 from dynamo.planner.observation import PoolLoad, PoolState, Replicas, ReportedLoad, Traffic
 from dynamo.planner.policies import Targets
 from dynamo.planner.regression_policy import PassRegression, RegressionLimits, RegressionPolicy
+from dynamo.planner.scaling_pipeline import Limits, ScalingPipeline
 from dynamo.protocols.load import ForwardPass
 from planner_cases import observe
 
@@ -203,6 +204,19 @@ def test_pool_does_not_grow_while_a_worker_starts():
     policy = RegressionPolicy(Targets(mode="disagg"))
 
     assert policy.propose(observation, observation.traffic.value).replicas.prefill == 2
+
+
+def test_full_budget_gives_prefill_no_decode_worker_whose_answers_another_cannot_hold():
+    observation = observe(
+        num_requests=100,
+        num_decode=2,
+        prefill_load=prefill(90_000),
+        decode_load=decode(25_000, 25_000),
+    )
+    targets = Targets(mode="disagg")
+    pipeline = ScalingPipeline(RegressionPolicy(targets), targets, Limits(max_gpus=3))
+
+    assert pipeline.decide(observation).replicas == (1, 2)
 
 
 def test_estimates_are_those_of_the_least_loaded_workers():

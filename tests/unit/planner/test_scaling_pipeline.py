@@ -213,6 +213,24 @@ def test_start_is_retried_after_a_pause():
     assert pipeline.decide(observe(at=62, decode=ready)).replicas.decode == 2
 
 
+def test_start_has_longer_each_time_until_one_was_measured():
+    """A large model that takes five minutes to load would be given up after three, for ever."""
+    pipeline = make(FixedPolicy(1, 2), startup_s=60.0)
+
+    def is_withdrawn(since, at, **measured):
+        pool = PoolState(num_ready=1, starting_since=(since,), **measured)
+        return bool(pipeline.decide(observe(at=at, decode=pool)).withdrawals.decode)
+
+    assert is_withdrawn(0.0, 181.0)
+    assert not is_withdrawn(400.0, 700.0)
+    assert is_withdrawn(400.0, 761.0)
+    for number in range(10):
+        begin = 10_000.0 * (number + 1)
+        assert is_withdrawn(begin, begin + 3601.0)
+    assert not is_withdrawn(200_000.0, 200_180.0, startup_s=61.0)
+    assert is_withdrawn(200_000.0, 200_184.0, startup_s=61.0)
+
+
 def test_start_that_ended_is_said_and_retried_after_a_pause_that_doubles():
     pipeline = make(FixedPolicy(1, 2))
     failed = PoolState(num_ready=1, startup_s=10.0, num_failed=1, failure="CUDA is absent")
@@ -402,3 +420,12 @@ def test_decode_worker_that_starts_for_long_is_not_waited_for():
 )
 def test_prefill_worker_stays_where_it_serves_better(case):
     assert decide_without_decode_workers(**case).role_changes == 0
+
+
+def test_prefill_worker_of_another_size_takes_no_place_of_a_decode_worker():
+    decode = PoolState(startup_s=60.0, role_change_s=2.0)
+    targets = Targets(mode="disagg", prefill_gpus=1, decode_gpus=2)
+    pipeline = ScalingPipeline(FixedPolicy(3, 1), targets, Limits())
+    decision = pipeline.decide(observe(num_prefill=3, decode=decode))
+
+    assert (decision.role_changes, decision.replicas) == (0, Replicas(3, 1))

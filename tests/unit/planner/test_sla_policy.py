@@ -61,6 +61,14 @@ def test_interval_without_a_mean_is_skipped(missing):
     assert propose(make_policy(), observation).replicas == (2, 3)
 
 
+def test_first_request_gets_workers_though_none_has_ended():
+    observation = observe(
+        traffic=Fresh(Traffic(num_requests=0)), num_prefill=0, num_decode=0, num_waiting=1
+    )
+
+    assert propose(make_policy(), observation).replicas == (1, 1)
+
+
 def test_policy_without_correction_uses_the_profile_alone():
     constant = functools.partial(predictors.make_predictor, "constant")
     policy = SlaPolicy(make_profile(), Targets(mode="decode"), constant, corrects=False)

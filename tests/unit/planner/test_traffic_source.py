@@ -1,3 +1,5 @@
+from urllib import parse
+
 import msgspec
 import pytest
 
@@ -105,6 +107,25 @@ async def test_requests_in_the_queues_of_routers_are_read(page):
     assert source.frontend_load == FrontendLoad(num_open=6, num_queued=8, queued_tokens=2400)
 
 
+async def test_requests_that_are_refused_are_no_traffic(page):
+    """A client that sends its bad request again and again buys no worker."""
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    labels = 'endpoint="chat",model="m",request_type="stream",status="error"'
+
+    def page_of(started, refused, lost):
+        ended = (("validation", refused), ("rate_limit", 1), ("overload", lost), ("", 900))
+        return PAGE.format(started=started, tokens=500, cached=0) + "".join(
+            f'dynamo_frontend_requests_total{{error_type="{error}",{labels}}} {number}.0\n'
+            for error, number in ended
+        )
+
+    page.text = page_of(5, 2, 0)
+    await source.read(10)
+    page.text = page_of(105, 82, 7)
+
+    assert (await source.read(10)).value.num_requests == 20
+
+
 async def test_no_request_is_a_measured_zero(page):
     source = FrontendSource([page.url], "m", virtual.VirtualClock())
     page.text = PAGE.format(started=5, tokens=500, cached=0)
@@ -197,6 +218,23 @@ async def test_prometheus_is_asked(page):
     assert reading.value.isl == 1
 
 
+@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ",")])
+async def test_prometheus_is_asked_for_requests_without_those_that_were_refused(
+    monkeypatch, model, labels
+):
+    queries = []
+
+    async def get(url):
+        queries.append(parse.unquote_plus(url.partition("query=")[2]))
+        return b'{"data":{"result":[]}}'
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    await PrometheusSource("http://prometheus", model, virtual.VirtualClock()).read(30)
+    series = f'dynamo_frontend_requests_total{{error_type=~"validation|rate_limit"{labels}}}[30s]'
+
+    assert queries[0].endswith(f" - (sum(increase({series})) or vector(0))")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -220,6 +258,25 @@ async def test_interval_that_is_too_short_for_two_scrapes_of_prometheus_is_named
         in reading.reason
     )
     assert "expected --adjustment-interval to be at least twice" in reading.reason
+
+
+async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus(monkeypatch):
+    """Its counters come into being with the first worker, which this request is to start."""
+    known = {"dynamo_frontend_requests_waiting_for_worker": "1"}
+
+    async def get(url):
+        number = known.get(parse.unquote(url).partition("sum(")[2].partition("{")[0])
+        rows = [] if number is None else [{"metric": {}, "value": [0, number]}]
+        return msgspec.json.encode({"data": {"result": rows}})
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    source = PrometheusSource("http://prometheus", "m", virtual.VirtualClock())
+    never_served = await source.read(10)
+    known["dynamo_frontend_requests_started_total"] = "1"  # by now; one scrape tells no increase
+
+    assert never_served.value.num_requests == 0
+    assert source.frontend_load.num_open == 1
+    assert isinstance(await source.read(10), Missing)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "many"])

@@ -74,6 +74,16 @@ def test_equal_full_blocks_have_equal_names_and_the_rest_of_a_prompt_its_own(tmp
     assert len(third) == 2
 
 
+def test_prompt_with_an_image_has_blocks_of_its_own_from_there_on(tmp_path):
+    rows = [row(0), row(1, hashes=(1,), length=70), row(2, hashes=(), length=20)]
+    traffic = recorded.read_traffic([write(tmp_path / "t.jsonl", rows)])
+    first, with_image, image_alone = (arrival.names for arrival in traffic.trace.arrivals)
+
+    assert first[0] == with_image[0]
+    assert [len(names) for names in (with_image, image_alone)] == [5, 2]
+    assert len({*first, *with_image, *image_alone}) == 3 + 4 + 2
+
+
 def test_rows_without_block_hashes_and_other_events_are_left_out(tmp_path):
     other = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "tool": {}}
     rows = [row(0), row(1, replay=None), other, row(2)]
@@ -213,7 +223,7 @@ def test_step_times_are_those_of_a_profile_at_the_length_of_the_recorded_sequenc
         ([], [], "expected --trace FILE"),
         ([row(0)], ["--trace", "{}"], "expected requests at two times at least, got 1"),
         ([row(0), row(1)], ["--trace", "{}", "--model", "x"], "requests of x at two times at least, got 0; recorded"),
-        ([row(0), row(1, hashes=(1,))], ["--trace", "{}"], ": expected a hash for each full block"),
+        ([row(0), row(1, hashes=(1, 2, 3))], ["--trace", "{}"], ": expected a hash for each full block"),
         ([row(0), {"schema": "x"}], ["--trace", "{}"], ":2: expected a row of a frontend's request trace, with"),
         ([row(0), {"request": 1}], ["--trace", "{}"], ":2: expected a row of a frontend's request trace: "),
         ([row(0), row(1)], ["--trace", "{}", "--cache-tokens", "48"], "room for the longest request, 51 tokens"),
