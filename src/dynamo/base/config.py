@@ -233,7 +233,9 @@ class Parser(argparse.ArgumentParser):
 
         `passed_on` are the flags that hold flags for other processes, as the error says.
         """
-        flags, unknown = self.parse_known_args(args)
+        # words may stand on both sides of a flag, which argparse allows only where no command has its own parser
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        flags, unknown = parse(args)
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             if passed_on:

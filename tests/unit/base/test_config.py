@@ -307,6 +307,23 @@ def test_positional_arguments_keep_order_and_commas():
     assert loaded.words == ("a,b", "c")
 
 
+def test_positional_arguments_may_stand_on_both_sides_of_a_flag():
+    @dataclass(frozen=True, kw_only=True)
+    class Action:
+        """Does something with a file."""
+
+        action: str = config.option(flag="", help="what to do")
+        file: str = config.option("", flag="", help="file")
+        port: int = config.option(0, help="port")
+        words: tuple[str, ...] = config.option((), flag="", help="words")
+
+    argv = ["apply", "--port", "1", "f.yaml", "a", "--port", "2", "b"]
+
+    assert config.load(Action, prog="p", argv=argv, environ={}) == Action(
+        action="apply", file="f.yaml", port=2, words=("a", "b")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WithRequired:
     """Does something with a file."""
