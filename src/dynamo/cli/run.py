@@ -21,7 +21,9 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any, NoReturn
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import batch, serve, serve_options, session, terminal, workers
+from dynamo.cli import batch, serve, serve_options, session, terminal, waiting, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
@@ -239,9 +241,7 @@ def run(options: RunConfig) -> int:
 
         def open_model(name: str) -> session.Session:
             """Return a session with another model, and end the one before."""
-            context = _open_session(
-                dataclasses.replace(planned, model=name, model_name=None), clock
-            )
+            context = _open_session(with_model(planned, name), clock)
             replacement = loop.call(context.__aenter__())
             loop.call(contexts.pop().__aexit__(None, None, None))
             contexts.append(context)
@@ -249,11 +249,8 @@ def run(options: RunConfig) -> int:
 
         try:
             if planned.answers_path:
-                work = batch.run(talk, lines, defaults=planned.fields, now=clock.now)
-                rows, summary = loop.call(work)
-                batch.write(planned.answers_path, rows)
-                num_failed = summary.num_failed
-                print(f"{summary}; answers in {planned.answers_path}")
+                signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+                num_failed = answer_batch(loop, talk, lines, planned.fields, planned.answers_path)
             elif planned.source == "stdin":
                 session.answer_standard_input(loop, talk, planned.fields)
             else:
@@ -264,6 +261,38 @@ def run(options: RunConfig) -> int:
         finally:
             loop.call(contexts.pop().__aexit__(None, None, None))
     return 1 if num_failed else 0
+
+
+def with_model(planned: RunPlan, name: str) -> RunPlan:
+    """Return the plan with another model, which its own engine serves unless `out=` names one that is not the usual."""
+    is_usual = planned.target == engines.default_for(planned.model)
+    target = engines.default_for(name) if is_usual else planned.target
+    return dataclasses.replace(planned, target=target, model=name, model_name=None)
+
+
+def answer_batch(
+    loop: session.BackgroundLoop,
+    talk: session.Session,
+    lines: list[batch.Line],
+    defaults: dict[str, Any],
+    path: Path,
+) -> int:
+    """Write the answers to a batch, those that there are if it is stopped; return the number of lines that failed."""
+    rows: dict[int, dict[str, Any]] = {}
+    try:
+        summary = loop.call(
+            batch.run(talk, lines, defaults=defaults, now=time.monotonic, rows=rows)
+        )
+    finally:
+        if 0 < len(rows) < len(lines):
+            partial_path = path.with_name(f"{path.name}.partial")
+            batch.write(partial_path, rows)
+            waiting.say(
+                f"{len(rows)} of {len(lines)} lines were answered; answers in {partial_path}"
+            )
+    batch.write(path, rows)
+    print(f"{summary}; answers in {path}")
+    return summary.num_failed
 
 
 @contextlib.asynccontextmanager

@@ -180,3 +180,18 @@ async def test_context_length_is_refused_where_nothing_here_takes_it(target):
     with pytest.raises(errors.ConfigError, match="--context-length"):
         async with workers.join(target, settings.WorkerConfig(), workers.Topology(), 64):
             pass
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "target"),
+    [
+        (["m"], "n.gguf", "llamacpp"),
+        (["m.gguf"], "n", "native"),
+        (["out=mocker", "m"], "n.gguf", "mocker"),
+    ],
+)
+def test_another_model_is_served_by_its_own_engine_unless_one_was_named(words, model, target):
+    planned = run.plan(run.RunConfig(words=tuple(words), model_name="called"))
+    other = run.with_model(planned, model)
+
+    assert (other.model, other.model_name, other.target) == (model, None, target)
