@@ -19,13 +19,21 @@ from dynamo.worker import engines
 from waiting import PATIENT_S
 
 
-def test_the_curl_line_is_one_command_with_a_valid_body():
-    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "it's a model"))
+def test_the_curl_line_is_one_command_with_a_valid_body(tmp_path):
+    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "it's a model", tmp_path))
     body = json.loads(words[-1])
 
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert body["model"] == "it's a model"
     assert body["messages"] == [{"role": "user", "content": serve.PROMPT}]
+
+
+def test_the_curl_line_of_a_model_for_embeddings_asks_for_a_vector(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "vectors", tmp_path))
+
+    assert words[1] == "http://127.0.0.1:8000/v1/embeddings"
+    assert json.loads(words[-1]) == {"model": "vectors", "input": serve.PROMPT}
 
 
 @pytest.mark.parametrize(
