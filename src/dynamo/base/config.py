@@ -134,7 +134,8 @@ def load_parts(
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
         for name, field in fields.items()
-        if (variable := variable_of(field)) and variable in environ
+        if (variable := variable_of(field)) in environ
+        and (environ[variable] or _plain(hints[name]) is hints[name])  # empty: what may be None is
     }
     values |= {
         name: _read(

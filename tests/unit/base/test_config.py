@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from dynamo.base import config, errors
+from dynamo.base import addresses, config, errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,19 @@ def test_file_may_set_options_of_every_type(tmp_path):
 )
 def test_truth_in_the_environment_has_several_spellings(text, expected):
     assert load(T_QUIET=text).quiet is expected
+
+
+@pytest.mark.parametrize("kind", [int, str, bool, addresses.PortRange])
+def test_empty_variable_leaves_an_option_without_a_value(tmp_path, kind):
+    """Compose files and units of systemd pass `NAME=` on where nothing is set; so does NVIDIA Dynamo take it."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Optional:
+        """May have a value."""
+
+        limit: kind | None = config.option(None, env="T_LIMIT", help="limit")  # noqa: RUF009 (a field)
+
+    assert config.load(Optional, prog="p", argv=[], environ={"T_LIMIT": ""}) == Optional()
 
 
 def test_negated_flag_overrides_the_environment():
