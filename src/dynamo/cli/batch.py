@@ -7,7 +7,6 @@ that is stopped, the answers are in FILE.partial, and an earlier file of answers
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,7 @@ async def _answer(
 
 def show_progress(num_done: int, num_all: int) -> None:
     """Redraw the progress bar, if the output is a terminal."""
-    if not sys.stderr.isatty():
+    if not waiting.can_redraw():
         return
     filled = "#" * (30 * num_done // num_all)
     end = "\n" if num_done == num_all else ""

@@ -145,14 +145,14 @@ def test_env_command_hides_secrets(monkeypatch, capsys):
 
 
 def test_env_command_hides_users_and_passwords_of_addresses(monkeypatch, capsys):
-    monkeypatch.setenv("NATS_SERVER", "nats://me:quiet@10.0.0.5:4222,nats://me:quiet@10.0.0.6:4222")
+    monkeypatch.setenv("NATS_SERVER", "nats://me:qu/iet@10.0.0.5:4222,me:quiet@10.0.0.6:4222")
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://10.0.0.5:2379")
     monkeypatch.setattr("sys.argv", ["dynamo", "env"])
     with pytest.raises(SystemExit):
         main.main()
     report = capsys.readouterr().out
 
-    assert "nats://…@10.0.0.5:4222,nats://…@10.0.0.6:4222\n" in report
+    assert "nats://…@10.0.0.5:4222,…@10.0.0.6:4222\n" in report
     assert "http://10.0.0.5:2379\n" in report
 
 
