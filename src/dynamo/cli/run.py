@@ -298,7 +298,8 @@ def answer_batch(
 @contextlib.asynccontextmanager
 async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
     async with _join(planned) as runtime:
-        asked = planned.model_name or planned.model
+        is_remote = workers.is_remote(planned.target)  # else there is no other model than that one
+        asked = (planned.model_name or planned.model) if is_remote else None
         endpoint = await workers.find_endpoint(runtime, planned.target, asked)
         yield await session.connect(runtime, endpoint, clock, asked)
 

@@ -102,6 +102,11 @@ def engine_of(target: str) -> str:
     return "mocker" if target in (ECHO_CORE, ECHO_FULL) else target
 
 
+def serves(card: model_card.ModelCard, model: str | None) -> bool:
+    """Return whether a worker with this card answers for a model; None: for any."""
+    return model in (None, card.display_name, *card.aliases)
+
+
 async def find_endpoint(
     runtime: component.DistributedRuntime, target: str, model: str | None
 ) -> instances.EndpointName:
@@ -111,9 +116,8 @@ async def find_endpoint(
     stored = await runtime.discovery.get_prefix(instances.CARDS)
     records = [msgspec.json.decode(each, type=model_card.CardRecord) for each in stored.values()]
     for record in records:
-        card = record.card_json
-        is_asked = model in (None, card.display_name)
-        if is_asked and card.worker_type is not model_card.WorkerType.PREFILL:
+        is_prefill = record.card_json.worker_type is model_card.WorkerType.PREFILL
+        if serves(record.card_json, model) and not is_prefill:
             return instances.EndpointName(record.namespace, record.component, record.endpoint)
     served = ", ".join(sorted({record.card_json.display_name for record in records})) or "no model"
     raise errors.NoWorkers(
