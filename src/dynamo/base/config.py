@@ -234,9 +234,8 @@ class Parser(argparse.ArgumentParser):
 
         `passed_on` are the flags that hold flags for other processes, as the error says.
         """
-        # words may stand on both sides of a flag, which argparse allows only where no command has its own parser
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
-        flags, unknown = parse(args)
+        flags, unknown = parse(args)  # the latter takes words on both sides of a flag
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             if passed_on:
@@ -398,6 +397,7 @@ def _from_file(
     return {
         names[key]: _read(fields[names[key]], hints[names[key]], value, f"{key} in {source}")
         for key, value in content.items()
+        if value is not None or _plain(hints[names[key]]) is hints[names[key]]
     }
 
 

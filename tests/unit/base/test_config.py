@@ -158,6 +158,12 @@ def test_invalid_file_is_refused_in_one_sentence(tmp_path, text, says):
     assert says.format(path=file[1]) in str(refusal.value)
 
 
+def test_null_in_a_file_leaves_an_option_without_a_value():
+    assert load("--config", '{"limit": null, "port": 1}') == DoorConfig(port=1)
+    with pytest.raises(errors.ConfigError, match="port in --config: expected a whole number"):
+        load("--config", '{"port": null}')
+
+
 def test_missing_or_binary_file_is_refused(tmp_path):
     binary = tmp_path / "door.toml"
     binary.write_bytes(b"\xff\xfe\x00")
