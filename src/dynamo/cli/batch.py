@@ -7,6 +7,7 @@ that is stopped, the answers are in FILE.partial, and an earlier file of answers
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,10 @@ def parse(row: str, source: str) -> Line:
 async def run(
     talk: session.Session,
     lines: list[Line],
+    rows: dict[int, dict[str, Any]],
     *,
     defaults: dict[str, Any],
-    now: Callable[[], float],
-    rows: dict[int, dict[str, Any]],
+    now: Callable[[], float] = time.monotonic,
 ) -> Summary:
     """Answer all lines, at most CONCURRENCY at once, each into `rows` by its place as it ends; return the summary."""
     summary = Summary(num_lines=len(lines))

@@ -23,7 +23,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,16 +279,12 @@ def answer_batch(
     """Write the answers to a batch, those that there are if it is stopped; return the number of lines that failed."""
     rows: dict[int, dict[str, Any]] = {}
     try:
-        summary = loop.call(
-            batch.run(talk, lines, defaults=defaults, now=time.monotonic, rows=rows)
-        )
+        summary = loop.call(batch.run(talk, lines, rows, defaults=defaults))
     finally:
         if 0 < len(rows) < len(lines):
             partial_path = path.with_name(f"{path.name}.partial")
             batch.write(partial_path, rows)
-            waiting.say(
-                f"{len(rows)} of {len(lines)} lines were answered; answers in {partial_path}"
-            )
+            waiting.say(f"{len(rows)} answers to {len(lines)} lines in {partial_path}")
     batch.write(path, rows)
     print(f"{summary}; answers in {path}")
     return summary.num_failed

@@ -53,7 +53,7 @@ async def test_failed_request_does_not_stop_later_requests():
     lines = [parse(json.dumps({"text": text})) for text in ("a", "fail", "b")]
     times, rows = iter((10.0, 12.0)), {}
     summary = await batch.run(
-        Talk(), lines, defaults={"max_tokens": 7}, now=lambda: next(times), rows=rows
+        Talk(), lines, rows, defaults={"max_tokens": 7}, now=lambda: next(times)
     )
 
     assert [rows[place].get("response") for place in range(3)] == ["A7", None, "B7"]
@@ -69,7 +69,7 @@ async def test_thoughts_of_an_answer_stand_beside_it():
 
     rows = {}
     lines = [parse('{"text": "?"}')]
-    await batch.run(Thinker(), lines, defaults={}, now=lambda: 0.0, rows=rows)
+    await batch.run(Thinker(), lines, rows, defaults={})
 
     assert (rows[0]["response"], rows[0]["reasoning_content"]) == ("4", "2 + 2")
 
@@ -77,7 +77,7 @@ async def test_thoughts_of_an_answer_stand_beside_it():
 async def test_custom_id_of_a_line_is_one_of_its_answer_and_of_its_error():
     lines = [parse(json.dumps({"text": text, "custom_id": f"id {text}"})) for text in ("a", "fail")]
     rows = {}
-    await batch.run(Talk(), lines, defaults={}, now=lambda: 0.0, rows=rows)
+    await batch.run(Talk(), lines, rows, defaults={})
 
     assert [rows[place]["custom_id"] for place in range(2)] == ["id a", "id fail"]
 
