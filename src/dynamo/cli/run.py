@@ -227,23 +227,29 @@ def run(options: RunConfig) -> int:
         os.execv(command[0], command)
     logs.configure({"DYN_LOG": "warn", **os.environ})
     if planned.source == "http":
-        asyncio.run(_serve_http(planned))
-        return 0
+        serve.check_port(planned.http_host, planned.http_port, other="--http-port")
     lines = batch.read(planned.batch_path) if planned.batch_path else []
     if planned.batch_path and planned.answers_path:
         batch.check_output(planned.answers_path, planned.batch_path)
-    clock = clocks.SystemClock()
+    is_remote = workers.is_remote(planned.target)
+    if not is_remote:  # a download ends by Ctrl-C in this thread alone
+        workers.find_model(planned.target, planned.model, planned.context_length)
+    if planned.source == "http":
+        asyncio.run(_serve_http(planned))
+        return 0
     num_failed = 0
     with session.BackgroundLoop() as loop:
-        contexts = [_open_session(planned, clock)]
+        contexts = [_open_session(planned)]
         talk = loop.call(contexts[0].__aenter__())
 
         def open_model(name: str) -> session.Session:
             """Return a session with another model, and end the one before."""
-            context = _open_session(with_model(planned, name), clock)
+            other = with_model(planned, name)
+            workers.find_model(other.target, name)  # in this thread, as above
+            context = _open_session(other)
             replacement = loop.call(context.__aenter__())
-            loop.call(contexts.pop().__aexit__(None, None, None))
             contexts.append(context)
+            loop.call(contexts.pop(0).__aexit__(None, None, None))
             return replacement
 
         try:
@@ -253,7 +259,6 @@ def run(options: RunConfig) -> int:
             elif planned.source == "stdin":
                 session.answer_standard_input(loop, talk, planned.fields)
             else:
-                is_remote = workers.is_remote(planned.target)
                 terminal.TerminalConversation(
                     loop, talk, planned.fields, None if is_remote else open_model
                 ).run()
@@ -291,12 +296,12 @@ def answer_batch(
 
 
 @contextlib.asynccontextmanager
-async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
+async def _open_session(planned: RunPlan) -> AsyncIterator[session.Session]:
     async with _join(planned) as runtime:
         is_remote = workers.is_remote(planned.target)  # else there is no other model than that one
         asked = (planned.model_name or planned.model) if is_remote else None
         endpoint = await workers.find_endpoint(runtime, planned.target, asked)
-        yield await session.connect(runtime, endpoint, clock, asked)
+        yield await session.connect(runtime, endpoint, clocks.SystemClock(), asked)
 
 
 def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.DistributedRuntime]:
@@ -307,7 +312,6 @@ def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.
 
 async def _serve_http(planned: RunPlan) -> None:
     """Serve the API from this process, with the workers of the plan, until a signal comes. Raises ConfigError."""
-    serve.check_port(planned.http_host, planned.http_port, other="--http-port")
     options = dataclasses.replace(
         # which has the keys, limits and certificates of the environment
         config.load(frontend_config.FrontendConfig, prog="dynamo run", argv=()),

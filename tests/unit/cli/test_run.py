@@ -1,7 +1,9 @@
 """What `dynamo run` is told."""
 
+import asyncio
 import contextlib
 import socket
+import threading
 
 import msgspec
 import pytest
@@ -113,6 +115,22 @@ def test_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use: .* --http-port$"):
             run.run(run.RunConfig(words=("in=http", "out=mocker"), http_port=port))
+
+
+@pytest.mark.parametrize("source", ["in=text", "in=http"])
+def test_model_is_fetched_where_ctrl_c_ends_it(monkeypatch, source):
+    """In the thread of the event loop, or below its handler of SIGINT, a download would go on to its end."""
+
+    def fetch(engine, model):
+        assert threading.current_thread() is threading.main_thread()
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.workers.engines, "find_model", fetch)
+    monkeypatch.setattr(run.logs, "configure", lambda _: None)  # of the whole process
+    with pytest.raises(KeyboardInterrupt):
+        run.run(run.RunConfig(words=(source, "out=mocker", "org/large"), http_port=0))
 
 
 async def test_http_api_has_the_keys_and_limits_of_the_environment(monkeypatch):
