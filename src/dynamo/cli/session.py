@@ -211,10 +211,13 @@ class BackgroundLoop:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if (
+            kind is not KeyboardInterrupt
+        ):  # then the process ends, also if a library is being imported there
+            self._thread.join()
+            self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result; Ctrl-C cancels it and is raised when it has ended."""
