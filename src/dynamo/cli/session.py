@@ -213,9 +213,7 @@ class BackgroundLoop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if (
-            kind is not KeyboardInterrupt
-        ):  # then the process ends, also if a library is being imported there
+        if kind is not KeyboardInterrupt:  # a library may be imported there, and the process ends
             self._thread.join()
             self._loop.close()
 
