@@ -135,7 +135,9 @@ class Registration:
         """Change fields of the state. A full disk must not end what is served."""
         self.state = msgspec.structs.replace(self.state, **changes)
         if self._is_listed:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(
+                OSError, errors.ConfigError
+            ):  # the latter: its directory has gone
                 self._write().replace(_path(self.state.name))
 
     def add_process(self, process: ProcessState) -> None:
@@ -145,8 +147,9 @@ class Registration:
 
     def close(self) -> None:
         """Remove the state; its log stays."""
-        if self._is_listed:
-            _path(self.state.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, errors.ConfigError):
+            if self._is_listed:
+                _path(self.state.name).unlink(missing_ok=True)
 
     def _write(self) -> Path:
         """Write the state into a file of this process, for this user alone, and return its path."""

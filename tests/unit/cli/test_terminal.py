@@ -129,6 +129,12 @@ def test_question_of_several_lines_is_one(say, scripted_talk):
     assert [seen[-1] for seen in scripted_talk.seen] == ["one\n  two\nthree", "a\nb", "x"]
 
 
+def test_question_in_quotation_marks_may_begin_as_a_command_does(say, scripted_talk):
+    say('"""/etc/hosts', 'is what?"""', '"""/exit"""', "/exit", "never")
+
+    assert [seen[-1] for seen in scripted_talk.seen] == ["/etc/hosts\nis what?", "/exit"]
+
+
 def test_system_message_stands_first_and_stays(say, scripted_talk, capsys):
     say("one", "/system be brief", "two", "/clear", "three", "/system", "/system x", "four")
 
