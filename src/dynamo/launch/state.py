@@ -132,12 +132,10 @@ class Registration:
                 new.unlink()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the state. A full disk must not end what is served."""
+        """Change fields of the state. A full disk, or a directory that has gone, must not end what is served."""
         self.state = msgspec.structs.replace(self.state, **changes)
         if self._is_listed:
-            with contextlib.suppress(
-                OSError, errors.ConfigError
-            ):  # the latter: its directory has gone
+            with contextlib.suppress(OSError, errors.ConfigError):
                 self._write().replace(_path(self.state.name))
 
     def add_process(self, process: ProcessState) -> None:
