@@ -80,7 +80,7 @@ class HttpClient:
     def _ask(self, method: str, path: str, answer_type: type[T] | Any, body: object = None) -> T:
         try:
             result: T = msgspec.json.decode(self._send(method, path, body), type=answer_type)
-        except msgspec.MsgspecError as error:
+        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise errors.RemoteProtocolError(f"{method} {self.url}{path}: {error}") from error
         return result
 

@@ -58,7 +58,7 @@ def parse(row: str, source: str) -> Line:
     expected = f'{source}: expected {{"text": "..."}} or {{"messages": [...]}}'
     try:
         fields = msgspec.json.decode(row, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise errors.ConfigError(f"{expected}: {error}") from error
     text, messages = fields.pop("text", None), fields.pop("messages", None)
     if isinstance(text, str) and messages is None:

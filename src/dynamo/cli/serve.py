@@ -392,7 +392,7 @@ async def lists_models(
             return not need_workers or await is_healthy(host, port)
         listed = {entry["id"] for entry in msgspec.json.decode(answer)["data"]}
         return listed.issuperset(names) if names else bool(listed)
-    except (errors.Unavailable, msgspec.DecodeError, KeyError, TypeError):
+    except (errors.Unavailable, msgspec.DecodeError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -239,7 +239,7 @@ class TerminalConversation:
         try:
             data = _path_of(path, "/load").read_bytes()
             saved = msgspec.json.decode(data, type=SavedConversation)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             message = f"/load {path}: expected a file of /save: {error}"
             raise errors.InvalidRequest(message) from error
         has_any = {"messages": saved.messages} if saved.messages else {}

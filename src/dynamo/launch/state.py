@@ -87,7 +87,7 @@ def unreadable() -> list[Path]:
 
 
 def _read(path: Path) -> ServeState | None:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=ServeState)
     return None
 

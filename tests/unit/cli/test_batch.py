@@ -29,7 +29,9 @@ def test_text_line_is_a_user_message():
     )
 
 
-@pytest.mark.parametrize("row", ["no json", "[]", "{}", '{"text": 1}', '{"messages": "x"}'])
+@pytest.mark.parametrize(
+    "row", ["no json", "[]", "{}", '{"text": 1}', '{"messages": "x"}', "{" + '"a":[' * 3000]
+)
 def test_invalid_line_is_named(row):
     with pytest.raises(errors.ConfigError, match="f:1: expected"):
         parse(row)

@@ -171,11 +171,11 @@ def test_conversation_is_saved_and_loaded(say, scripted_talk, tmp_path, capsys):
     assert json.loads(path.read_text())["model"] == "m"
 
 
-@pytest.mark.parametrize("content", ["no json", '{"model": 1}', None])
+@pytest.mark.parametrize("content", [b"no json", b'{"model": 1}', b'{"model": "\xff"}', None])
 def test_file_that_is_no_conversation_is_refused(say, scripted_talk, tmp_path, capsys, content):
     path = tmp_path / "talk.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
     say("one", f"/load {path}", "/load", "two")
 
     shown = capsys.readouterr().out

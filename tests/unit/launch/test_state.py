@@ -52,9 +52,10 @@ def test_directory_that_is_taken_away_does_not_end_what_is_served(tmp_path):
     assert registration.state.url == "http://127.0.0.1:8000"
 
 
-def test_file_that_is_no_state_is_left_and_named():
+@pytest.mark.parametrize("content", [b'{"name": "old"}', b'{"name": "\xff"}'])
+def test_file_that_is_no_state_is_left_and_named(content):
     path = state.directory() / "old.json"
-    path.write_text('{"name": "old"}')
+    path.write_bytes(content)
 
     assert state.running() == []
     assert state.unreadable() == [path]
