@@ -15,15 +15,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.console import topology, usage
 from dynamo.protocols import planner_report
 
 T = TypeVar("T")
+# Without a proxy, which the environment may name for everything and which does not reach this machine's processes.
+_open_here = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 _ERROR_BY_STATUS: dict[int, type[errors.DynamoError]] = {
     401: errors.Unauthenticated,
     403: errors.Forbidden,
@@ -78,7 +80,7 @@ class HttpClient:
     def _ask(self, method: str, path: str, answer_type: type[T] | Any, body: object = None) -> T:
         try:
             result: T = msgspec.json.decode(self._send(method, path, body), type=answer_type)
-        except msgspec.MsgspecError as error:
+        except (UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise errors.RemoteProtocolError(f"{method} {self.url}{path}: {error}") from error
         return result
 
@@ -95,8 +97,10 @@ class HttpClient:
 
     def _read_answer(self, request: urllib.request.Request) -> bytes:
         """Return the body of an answer. Raises a DynamoError for a status that is an error."""
+        is_here = membership.is_loopback(urlsplit(self.url).hostname or "")
+        open_url = _open_here if is_here else urllib.request.urlopen
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+            with open_url(request, timeout=self._timeout_s) as answer:
                 page: bytes = answer.read()
                 return page
         except urllib.error.HTTPError as error:

@@ -134,7 +134,8 @@ def load_parts(
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
         for name, field in fields.items()
-        if (variable := variable_of(field)) and variable in environ
+        if (variable := variable_of(field)) in environ
+        and (environ[variable] or _plain(hints[name]) is hints[name])  # empty: what may be None is
     }
     values |= {
         name: _read(
@@ -233,7 +234,8 @@ class Parser(argparse.ArgumentParser):
 
         `passed_on` are the flags that hold flags for other processes, as the error says.
         """
-        flags, unknown = self.parse_known_args(args)
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        flags, unknown = parse(args)  # the latter takes words on both sides of a flag
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             if passed_on:
@@ -395,6 +397,7 @@ def _from_file(
     return {
         names[key]: _read(fields[names[key]], hints[names[key]], value, f"{key} in {source}")
         for key, value in content.items()
+        if value is not None or _plain(hints[names[key]]) is hints[names[key]]
     }
 
 

@@ -1,13 +1,14 @@
 """`dynamo run in=batch:FILE`: a JSON object per line in, an answer per line out, in the same order.
 
 A line is {"text": "..."} or {"messages": [...]}; its other fields are those of OpenAI's request. A line that fails gets
-an `error` instead of a `response`, and the others go on. A `custom_id` of a line is one of its answer, too.
+an `error` instead of a `response`, and the others go on. A `custom_id` of a line is one of its answer, too. Of a batch
+that is stopped, the answers are in FILE.partial, and an earlier file of answers stays as it is.
 """
 
 import asyncio
 import os
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def parse(row: str, source: str) -> Line:
     expected = f'{source}: expected {{"text": "..."}} or {{"messages": [...]}}'
     try:
         fields = msgspec.json.decode(row, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise errors.ConfigError(f"{expected}: {error}") from error
     text, messages = fields.pop("text", None), fields.pop("messages", None)
     if isinstance(text, str) and messages is None:
@@ -71,38 +72,39 @@ def parse(row: str, source: str) -> Line:
 async def run(
     talk: session.Session,
     lines: list[Line],
+    rows: dict[int, dict[str, Any]],
     *,
     defaults: dict[str, Any],
-    now: Callable[[], float],
-) -> tuple[list[dict[str, Any]], Summary]:
-    """Answer all lines, at most CONCURRENCY at once; return the answers in their order and the summary."""
+    now: Callable[[], float] = time.monotonic,
+) -> Summary:
+    """Answer all lines, at most CONCURRENCY at once, each into `rows` by its place as it ends; return the summary."""
     summary = Summary(num_lines=len(lines))
     began_at, slots = now(), asyncio.Semaphore(CONCURRENCY)
-    num_done = 0
 
-    async def answer_line(line: Line) -> dict[str, Any]:
-        nonlocal num_done
+    async def answer_line(place: int, line: Line) -> None:
         async with slots:
-            row = await _answer(talk, line, defaults, summary)
-        num_done += 1
-        show_progress(num_done, len(lines))
-        return row
+            rows[place] = await _answer(talk, line, defaults, summary)
+        show_progress(len(rows), len(lines))
 
     async with asyncio.TaskGroup() as group:
-        answers = [group.create_task(answer_line(line)) for line in lines]
+        for place, line in enumerate(lines):
+            group.create_task(answer_line(place, line))
     summary.duration_s = now() - began_at
-    return [answer.result() for answer in answers], summary
+    return summary
 
 
 def check_output(path: Path, batch_path: Path) -> None:
     """Check, before hours of work, that answers can be written there, beside the batch. Raises ConfigError."""
     try:
+        is_new = not path.exists()
         path.open("ab").close()
         is_batch = path.samefile(batch_path)
         if path.is_file():
             partial = _partial(path)
             partial.touch()
             partial.unlink()
+        if is_new:
+            path.resolve().unlink()
     except OSError as error:
         raise errors.ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     if is_batch:
@@ -111,13 +113,13 @@ def check_output(path: Path, batch_path: Path) -> None:
         )
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, rows: Mapping[int, dict[str, Any]]) -> None:
     """Write one line of JSON for each answer, all of them or none; raises ConfigError after printing them instead."""
     partial = _partial(path)
-    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    lines = b"".join(msgspec.json.encode(rows[place]) + b"\n" for place in sorted(rows))
     try:
         partial.write_bytes(lines)
-        if path.is_file():
+        if path.is_file() or not path.exists():
             partial.replace(path.resolve())
         else:  # a pipe or a device
             path.write_bytes(lines)
@@ -158,7 +160,7 @@ async def _answer(
 
 def show_progress(num_done: int, num_all: int) -> None:
     """Redraw the progress bar, if the output is a terminal."""
-    if not sys.stderr.isatty():
+    if not waiting.can_redraw():
         return
     filled = "#" * (30 * num_done // num_all)
     end = "\n" if num_done == num_all else ""

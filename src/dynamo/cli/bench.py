@@ -151,7 +151,7 @@ class _ChatClient:
                             num_tokens = usage.completion_tokens if usage else 0
                         elif not times or b'"delta":{}' not in line:  # which only ends it
                             times.append(self._clock.now())
-        except (OSError, TimeoutError, errors.DynamoError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, errors.DynamoError, msgspec.MsgspecError) as error:
             return Answered(sent_at, error=str(error) or type(error).__name__)
         return Answered(
             sent_at, tuple(times), num_tokens, "" if times else "an answer without tokens"

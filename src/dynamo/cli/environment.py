@@ -22,7 +22,8 @@ _PACKAGES = (
 )
 _PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
-_URL_USER = re.compile(r"(?<=://)[^\s,]*@")  # with a password, as in nats://me:quiet@10.0.0.5:4222
+# with a password, as in nats://me:quiet@10.0.0.5:4222, which needs no scheme
+_URL_USER = re.compile(r"(?:(?<=://)[^\s,]*|[^\s,/]+)@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

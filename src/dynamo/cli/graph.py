@@ -326,12 +326,7 @@ def join_lines(
         flag = f"--{service}.ServiceArgs.workers=1"
         yield children.shell_line(
             [*words, *(word for word in options.overrides if word != flag), flag],
-            environ=_variables(*names),
+            environ={name: os.environ[name] for name in names if name in os.environ},
             resources=allocation.Allocation(devices=tuple(free[:num_devices])),
             directory=os.getcwd(),
         )
-
-
-def _variables(*names: str) -> dict[str, str]:
-    """Return those of these variables that the environment has."""
-    return {name: os.environ[name] for name in names if name in os.environ}

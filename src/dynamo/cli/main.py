@@ -198,11 +198,15 @@ def main() -> None:
 
 
 def _explain(error: OSError | RuntimeError) -> int:
-    """Say why there is no place for the output, or no home; return the exit code. Raises other errors again."""
+    """Say why there is no place for files or output, or no home; return the exit code. Raises other errors again."""
     if isinstance(error, RuntimeError):
         if "home directory" not in str(error):  # so pathlib says it
             raise error
         print(f"dynamo: {error} Set HOME to one", file=sys.stderr)
+        return 2
+    if error.errno in (errno.EACCES, errno.EROFS) or "temporary directory" in str(error):
+        print(f"dynamo: {error}; expected files that we can use, and TMPDIR to name a directory for"
+              " temporary ones", file=sys.stderr)  # fmt: skip
         return 2
     if error.errno not in (errno.EPIPE, errno.ENOSPC):
         raise error

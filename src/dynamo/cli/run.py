@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from typing import Any, NoReturn
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import batch, serve, serve_options, session, terminal, workers
+from dynamo.cli import batch, serve, serve_options, session, terminal, waiting, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
@@ -226,38 +227,38 @@ def run(options: RunConfig) -> int:
         os.execv(command[0], command)
     logs.configure({"DYN_LOG": "warn", **os.environ})
     if planned.source == "http":
-        asyncio.run(_serve_http(planned))
-        return 0
+        serve.check_port(planned.http_host, planned.http_port, other="--http-port")
     lines = batch.read(planned.batch_path) if planned.batch_path else []
     if planned.batch_path and planned.answers_path:
         batch.check_output(planned.answers_path, planned.batch_path)
-    clock = clocks.SystemClock()
+    is_remote = workers.is_remote(planned.target)
+    if not is_remote:  # a download ends by Ctrl-C in this thread alone
+        workers.find_model(planned.target, planned.model, planned.context_length)
+    if planned.source == "http":
+        asyncio.run(_serve_http(planned))
+        return 0
     num_failed = 0
     with session.BackgroundLoop() as loop:
-        contexts = [_open_session(planned, clock)]
+        contexts = [_open_session(planned)]
         talk = loop.call(contexts[0].__aenter__())
 
         def open_model(name: str) -> session.Session:
             """Return a session with another model, and end the one before."""
-            context = _open_session(
-                dataclasses.replace(planned, model=name, model_name=None), clock
-            )
+            other = with_model(planned, name)
+            workers.find_model(other.target, name)  # in this thread, as above
+            context = _open_session(other)
             replacement = loop.call(context.__aenter__())
-            loop.call(contexts.pop().__aexit__(None, None, None))
             contexts.append(context)
+            loop.call(contexts.pop(0).__aexit__(None, None, None))
             return replacement
 
         try:
             if planned.answers_path:
-                work = batch.run(talk, lines, defaults=planned.fields, now=clock.now)
-                rows, summary = loop.call(work)
-                batch.write(planned.answers_path, rows)
-                num_failed = summary.num_failed
-                print(f"{summary}; answers in {planned.answers_path}")
+                signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+                num_failed = answer_batch(loop, talk, lines, planned.fields, planned.answers_path)
             elif planned.source == "stdin":
                 session.answer_standard_input(loop, talk, planned.fields)
             else:
-                is_remote = workers.is_remote(planned.target)
                 terminal.TerminalConversation(
                     loop, talk, planned.fields, None if is_remote else open_model
                 ).run()
@@ -266,12 +267,41 @@ def run(options: RunConfig) -> int:
     return 1 if num_failed else 0
 
 
+def with_model(planned: RunPlan, name: str) -> RunPlan:
+    """Return the plan with another model, which its own engine serves unless `out=` names one that is not the usual."""
+    is_usual = planned.target == engines.default_for(planned.model)
+    target = engines.default_for(name) if is_usual else planned.target
+    return dataclasses.replace(planned, target=target, model=name, model_name=None)
+
+
+def answer_batch(
+    loop: session.BackgroundLoop,
+    talk: session.Session,
+    lines: list[batch.Line],
+    defaults: dict[str, Any],
+    path: Path,
+) -> int:
+    """Write the answers to a batch, those that there are if it is stopped; return the number of lines that failed."""
+    rows: dict[int, dict[str, Any]] = {}
+    try:
+        summary = loop.call(batch.run(talk, lines, rows, defaults=defaults))
+    finally:
+        if 0 < len(rows) < len(lines):
+            partial_path = path.with_name(f"{path.name}.partial")
+            batch.write(partial_path, rows)
+            waiting.say(f"{len(rows)} answers to {len(lines)} lines in {partial_path}")
+    batch.write(path, rows)
+    print(f"{summary}; answers in {path}")
+    return summary.num_failed
+
+
 @contextlib.asynccontextmanager
-async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
+async def _open_session(planned: RunPlan) -> AsyncIterator[session.Session]:
     async with _join(planned) as runtime:
-        asked = planned.model_name or planned.model
+        is_remote = workers.is_remote(planned.target)  # else there is no other model than that one
+        asked = (planned.model_name or planned.model) if is_remote else None
         endpoint = await workers.find_endpoint(runtime, planned.target, asked)
-        yield await session.connect(runtime, endpoint, clock, asked)
+        yield await session.connect(runtime, endpoint, clocks.SystemClock(), asked)
 
 
 def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.DistributedRuntime]:
@@ -282,7 +312,6 @@ def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.
 
 async def _serve_http(planned: RunPlan) -> None:
     """Serve the API from this process, with the workers of the plan, until a signal comes. Raises ConfigError."""
-    serve.check_port(planned.http_host, planned.http_port, other="--http-port")
     options = dataclasses.replace(
         # which has the keys, limits and certificates of the environment
         config.load(frontend_config.FrontendConfig, prog="dynamo run", argv=()),

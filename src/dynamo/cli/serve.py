@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -284,7 +285,7 @@ class _Serving:
             f"  namespace {self._registration.state.namespace}\n"
             f"  join      {join}\n"
             f"  stop      Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
-            f"  {curl_line(url, self._name)}\n"
+            f"  {curl_line(url, self._name, self._directory)}\n"
         )
 
     @property
@@ -362,11 +363,15 @@ async def wait_until_answers(
         ) from None
 
 
-def curl_line(url: str, model: str) -> str:
-    """Return a command to paste into a shell that prints a story."""
-    body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200}
+def curl_line(url: str, model: str, directory: Path) -> str:
+    """Return a command to paste into a shell that prints a story, or the vector that a model for embeddings makes."""
+    path = "chat/completions"
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200}
+    if model_source.task("auto", directory) == "embed":
+        path, fields = "embeddings", {"input": PROMPT}
+    body = {"model": model, **fields}
     return (
-        f"curl {url}/v1/chat/completions \\\n"
+        f"curl {url}/v1/{path} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body))}"
     )
@@ -387,7 +392,7 @@ async def lists_models(
             return not need_workers or await is_healthy(host, port)
         listed = {entry["id"] for entry in msgspec.json.decode(answer)["data"]}
         return listed.issuperset(names) if names else bool(listed)
-    except (errors.Unavailable, msgspec.DecodeError, KeyError, TypeError):
+    except (errors.Unavailable, msgspec.DecodeError, ValueError, KeyError, TypeError):
         return False
 
 

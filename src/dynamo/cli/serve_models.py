@@ -283,12 +283,13 @@ class _Run:
             f"{'  stays loaded' if model.name in self._options.pin else ''}\n"
             for model in self._models
         )
+        first = self._models[0]
         return (
             f"\n{len(self._models)} models at {self._options.url}, loaded when they are asked for,"
             f" in {budget_gb:.1f} GB:\n\n{rows}\n"
             f"  state   dynamo ps {self._registration.state.name}\n"
             f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
-            f"  {serve.curl_line(self._options.url, self._models[0].name)}\n"
+            f"  {serve.curl_line(self._options.url, first.name, first.path)}\n"
         )
 
 

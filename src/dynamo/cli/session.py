@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
+from dynamo.cli import workers
 from dynamo.frontend.apis import chat as openai_chat
 from dynamo.frontend.delivery import choices
 from dynamo.frontend.model_registry import file_fetcher
@@ -143,7 +144,7 @@ async def connect(
     clock: clocks.Clock,
     requested_model: str | None = None,
 ) -> Session:
-    """Open a session with the requested model at this endpoint, or else the first. Raises NoWorkers."""
+    """Open a session with the requested model at this endpoint; None: with the first one. Raises NoWorkers."""
     endpoint = runtime.client(name)
     await endpoint.wait_for_instances(FIND_S)
 
@@ -154,9 +155,11 @@ async def connect(
     records = await read_cards()
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
-    matching = (each for each in records if each.card_json.display_name == requested_model)
-    record = next(matching, records[0])
-    card = await _fetch_card(runtime, endpoint, record, clock)
+    matching = [each for each in records if workers.serves(each.card_json, requested_model)]
+    if not matching:
+        served = ", ".join(sorted({each.card_json.display_name for each in records}))
+        raise errors.NoWorkers(f"{name} serves {served}, not {requested_model}")
+    card = await _fetch_card(runtime, endpoint, matching[0], clock)
     options = tokenize.TokenizerOptions(findings=tokenizer_library.FindingsDirectory.of_user())
     processor = await asyncio.to_thread(
         loading.load_preprocessor, card, clock, tokenizer_options=options
@@ -208,10 +211,11 @@ class BackgroundLoop:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if kind is not KeyboardInterrupt:  # a library may be imported there, and the process ends
+            self._thread.join()
+            self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result; Ctrl-C cancels it and is raised when it has ended."""

@@ -1,8 +1,8 @@
 """`dynamo run in=text`: a conversation in the terminal, with commands.
 
 What the person types goes to the model, except lines that begin with `/`. A question of several lines stands between
-lines of three quotation marks, or has a backslash at the end of each line but the last. On a terminal answers are shown
-as Markdown, with a spinner until the first token and the speed at the end; elsewhere as they are.
+three quotation marks, where `/` is no command, or has a backslash at the end of each line but the last. On a terminal
+answers are shown as Markdown, with a spinner until the first token and the speed at the end; elsewhere as they are.
 """
 
 import atexit
@@ -35,7 +35,7 @@ COMMANDS = """\
 /save FILE          write the conversation to a file
 /load FILE          go on with the conversation of a file
 /exit               leave, as Ctrl-D does
-Lines between two lines of \"\"\" are one question, and so are lines that end with a backslash."""
+Lines between two lines of \"\"\" are one question, never a command; lines that end with a backslash are one, too."""
 MAX_HISTORY = 1000  # lines
 _QUOTES = '"""'
 OpenModel = Callable[[str], session.Session]
@@ -137,7 +137,7 @@ class TerminalConversation:
         _keep_history()
         while True:
             try:
-                text = read_question()
+                text, is_quoted = read_question()
                 text.encode()  # some locales let bytes pass that are no UTF-8
             except (EOFError, RuntimeError):  # the latter: there is no standard input at all
                 print()
@@ -146,10 +146,11 @@ class TerminalConversation:
                 is_text = isinstance(error, KeyboardInterrupt)
                 print(f"\n{HELP}" if is_text else f"(expected text in UTF-8: {error})")
                 continue
-            if text == "/exit":
+            is_command = text.startswith("/") and not is_quoted
+            if is_command and text == "/exit":
                 return
             try:
-                if text.startswith("/"):
+                if is_command:
                     self._execute(*text.split(maxsplit=1))
                 elif text:
                     self._take_turn(text)
@@ -158,7 +159,7 @@ class TerminalConversation:
             except OSError as error:
                 print(f"({text}: {error.strerror or error})")
             except errors.DynamoError as error:
-                print(f"(no answer: {error})" if not text.startswith("/") else f"({error})")
+                print(f"({error})" if is_command else f"(no answer: {error})")
 
     def _take_turn(self, text: str) -> None:
         """Answer one question; add both to the conversation unless the answer was interrupted or failed."""
@@ -238,7 +239,7 @@ class TerminalConversation:
         try:
             data = _path_of(path, "/load").read_bytes()
             saved = msgspec.json.decode(data, type=SavedConversation)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             message = f"/load {path}: expected a file of /save: {error}"
             raise errors.InvalidRequest(message) from error
         has_any = {"messages": saved.messages} if saved.messages else {}
@@ -247,8 +248,8 @@ class TerminalConversation:
         print(f"{len(self._messages)} messages from {path}")
 
 
-def read_question() -> str:
-    """Read a question from the person, which may have several lines."""
+def read_question() -> tuple[str, bool]:
+    """Read a question from the person, which may have several lines, and whether it stood in quotation marks."""
     line = input("> ").strip()
     lines = []
     if line.startswith(_QUOTES):
@@ -256,11 +257,11 @@ def read_question() -> str:
         while not line.rstrip().endswith(_QUOTES):
             lines.append(line)
             line = input("... ")
-        return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip()
+        return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip(), True
     while line.endswith("\\"):
         lines.append(line.removesuffix("\\"))
         line = input("... ")
-    return "\n".join([*lines, line])
+    return "\n".join([*lines, line]), False
 
 
 def _path_of(text: str, command: str) -> Path:

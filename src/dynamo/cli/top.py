@@ -20,6 +20,7 @@ from dynamo.base import config, errors
 _READ_S = 5.0
 _COUNTS = ("workers", "in flight", "req/s", "tok/s", "TTFT ms", "ITL ms", "cached", "queued")
 _COLUMNS = ("model", *_COUNTS)
+_WORKERS = "dynamo_frontend_model_workers"
 Samples = Mapping[tuple[str, str], float]  # by metric and model
 
 
@@ -81,14 +82,15 @@ def describe_no_answer(url: str, error: BaseException | None) -> str:
 
 
 def parse(text: str) -> Samples:
-    """Return the samples of an exposition, summed over all labels but the model."""
+    """Return the samples of an exposition, summed over all labels but the model; processes of a port share workers."""
     samples: dict[tuple[str, str], float] = {}
     for line in text.splitlines():
         name, _, remainder = line.partition("{")
         labels, _, value = remainder.rpartition("} ")
         model = labels.partition('model="')[2].partition('"')[0]
         if model and not name.startswith("#") and not name.endswith("_bucket"):
-            samples[name, model] = samples.get((name, model), 0.0) + float(value.partition(" ")[0])
+            former, number = samples.get((name, model), 0.0), float(value.partition(" ")[0])
+            samples[name, model] = max(former, number) if name == _WORKERS else former + number
     return samples
 
 
@@ -112,7 +114,7 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
         rows.append(
             (
                 model,
-                f"{after.get(('dynamo_frontend_model_workers', model), 0):.0f}",
+                f"{after.get((_WORKERS, model), 0):.0f}",
                 f"{after.get(('dynamo_frontend_inflight_requests', model), 0):.0f}",
                 f"{grown('requests_total') / elapsed_s:.1f}",
                 f"{grown('output_tokens_total') / elapsed_s:.1f}",

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -21,6 +22,11 @@ def say(text: str) -> None:
         print(f"dynamo: {text}", file=sys.stderr, flush=True)
 
 
+def can_redraw() -> bool:
+    """Return whether standard error is a terminal on which a line can be written anew."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def redraw(line: str, end: str) -> None:
     """Write a line of a terminal anew, cut off where it would go on in a second one, which no later one would clear."""
     width = shutil.get_terminal_size().columns
@@ -36,7 +42,7 @@ class Progress:
         self._limit_s = limit_s
         self._clock = clock
         self._began_at = self._shown_at = clock.now()
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = can_redraw()
         say(f"{text} ...")
 
     def show(self) -> None:

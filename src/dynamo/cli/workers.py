@@ -102,6 +102,21 @@ def engine_of(target: str) -> str:
     return "mocker" if target in (ECHO_CORE, ECHO_FULL) else target
 
 
+def find_model(target: str, model: str | None, context_length: int | None = None) -> Path:
+    """Return the directory of a model for a target of this process, downloaded if it is missing.
+
+    Raises ConfigError, before the download for an engine that is not installed or does not take `context_length`.
+    """
+    _engine_settings(target, context_length)
+    engines.check_installed(engine_of(target))
+    return engines.find_model(engine_of(target), model)
+
+
+def serves(card: model_card.ModelCard, model: str | None) -> bool:
+    """Return whether a worker with this card answers for a model; None: for any."""
+    return model in (None, card.display_name, *card.aliases)
+
+
 async def find_endpoint(
     runtime: component.DistributedRuntime, target: str, model: str | None
 ) -> instances.EndpointName:
@@ -111,9 +126,8 @@ async def find_endpoint(
     stored = await runtime.discovery.get_prefix(instances.CARDS)
     records = [msgspec.json.decode(each, type=model_card.CardRecord) for each in stored.values()]
     for record in records:
-        card = record.card_json
-        is_asked = model in (None, card.display_name)
-        if is_asked and card.worker_type is not model_card.WorkerType.PREFILL:
+        is_prefill = record.card_json.worker_type is model_card.WorkerType.PREFILL
+        if serves(record.card_json, model) and not is_prefill:
             return instances.EndpointName(record.namespace, record.component, record.endpoint)
     served = ", ".join(sorted({record.card_json.display_name for record in records})) or "no model"
     raise errors.NoWorkers(
@@ -157,8 +171,7 @@ async def join(
         contextlib.AsyncExitStack() as stack,
     ):
         engine_settings = _engine_settings(target, context_length)
-        engines.check_installed(engine_of(target))
-        directory = engines.find_model(engine_of(target), worker.model)
+        directory = find_model(target, worker.model)
         if target == ECHO_FULL:
             directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))
         room = local.Room() if topology.num_prefill else None

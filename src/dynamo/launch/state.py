@@ -87,7 +87,7 @@ def unreadable() -> list[Path]:
 
 
 def _read(path: Path) -> ServeState | None:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=ServeState)
     return None
 
@@ -132,10 +132,10 @@ class Registration:
                 new.unlink()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the state. A full disk must not end what is served."""
+        """Change fields of the state. A full disk, or a directory that has gone, must not end what is served."""
         self.state = msgspec.structs.replace(self.state, **changes)
         if self._is_listed:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, errors.ConfigError):
                 self._write().replace(_path(self.state.name))
 
     def add_process(self, process: ProcessState) -> None:
@@ -145,8 +145,9 @@ class Registration:
 
     def close(self) -> None:
         """Remove the state; its log stays."""
-        if self._is_listed:
-            _path(self.state.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, errors.ConfigError):
+            if self._is_listed:
+                _path(self.state.name).unlink(missing_ok=True)
 
     def _write(self) -> Path:
         """Write the state into a file of this process, for this user alone, and return its path."""

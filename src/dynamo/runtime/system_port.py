@@ -25,6 +25,14 @@ _log = logging.getLogger(__name__)
 _decode_body = msgspec.json.Decoder(dict[str, Any]).decode
 
 
+async def listen(served: server.HttpServer, host: str, ports: addresses.PortRange) -> int:
+    """Let a server listen at the first free system port and return it; 0 is any. Raises ConfigError if none is free."""
+    for port in range(ports.first, ports.last):
+        with contextlib.suppress(errors.ConfigError):
+            return await served.start(host, port)
+    return await served.start(host, ports.last, port_flag="another DYN_SYSTEM_PORT")
+
+
 class ServiceSystemPort:
     """Serves the system port of one service."""
 
@@ -60,10 +68,7 @@ class ServiceSystemPort:
 
     async def start(self, host: str, ports: addresses.PortRange) -> int:
         """Listen at the first free port and return it; 0 is any. Raises ConfigError if none is free."""
-        for port in range(ports.first, ports.last):
-            with contextlib.suppress(errors.ConfigError):
-                return await self._server.start(host, port)
-        return await self._server.start(host, ports.last, port_flag="another DYN_SYSTEM_PORT")
+        return await listen(self._server, host, ports)
 
     async def close(self) -> None:
         """Stop listening and close the connections."""

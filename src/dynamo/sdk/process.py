@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from dynamo.base import addresses, config, draining, errors, process_setup, tasks
 from dynamo.base import clock as clocks
-from dynamo.base import config, draining, errors, process_setup, tasks
 from dynamo.observability import logs
 from dynamo.runtime import client as clients
-from dynamo.runtime import component, decorators, reachability
+from dynamo.runtime import component, decorators, reachability, system_port
 from dynamo.runtime.http import browsers, exchange, server
 from dynamo.sdk import declaration, graph, settings
 
@@ -50,8 +50,10 @@ class ServiceProcessConfig(component.RuntimeConfig):
         "127.0.0.1",
         help="address of /live and /health of a service without @api; 0.0.0.0 for all networks",
     )
-    system_port: int | None = config.setting(
-        None, help="port of /live and /health of a service without @api (default: none)", least=0
+    system_port: addresses.PortRange | None = config.setting(  # noqa: RUF009 (a declaration)
+        None,
+        help="port of /live and /health of a service without @api, or a range of which the first free one is used;"
+        " 0: any, -1 (default): none",
     )
     cors_allow_origin: tuple[str, ...] = config.setting(
         (), help=f"of a service with @api: {browsers.ORIGINS_HELP}"
@@ -128,9 +130,7 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                 port = settings.read_port(spec.name, section)
                 await served.start(host, port, port_flag=f"another {spec.name}.port")
             elif options.system_port is not None:
-                await served.start(
-                    options.system_host, options.system_port, port_flag="--system-port"
-                )
+                await system_port.listen(served, options.system_host, options.system_port)
             for attribute in spec.methods("start").values():
                 await _call(getattr(service, attribute))
             for name, attribute in endpoints.items():

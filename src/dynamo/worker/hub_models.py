@@ -13,6 +13,7 @@ import hashlib
 import os
 import queue
 import re
+import shutil
 import sys
 import threading
 import time
@@ -172,25 +173,20 @@ def cached_models() -> dict[str, int]:
 
 
 def remove_cached(name: str) -> int:
-    """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
-    freed = 0
-    for part in _folder(name).glob(f"blobs/*{PART}"):  # of a download that was cut off
-        freed += part.stat().st_size
-        part.unlink()
-    if name not in cached_models():
-        if freed:
-            return freed
+    """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError.
+
+    What a download that was cut off has left goes, too: the hub's own tools do not list it before a file is whole.
+    """
+    folder = _folder(name)
+    if not folder.is_dir():
         raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
-    cache = huggingface_hub.scan_cache_dir()
-    revisions = [
-        revision.commit_hash
-        for repo in cache.repos
-        if repo.repo_id == name and repo.repo_type == "model"
-        for revision in repo.revisions
-    ]
-    removal = cache.delete_revisions(*revisions)
-    removal.execute()
-    return freed + int(removal.expected_freed_size)
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    freed = sum(path.stat().st_size for path in files)
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise errors.ConfigError(f"{folder}: cannot be removed: {error}") from error
+    return freed
 
 
 def fetch_large_files(name: str, commit: str, paths: Sequence[str], folder: Path) -> None:

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from dynamo.base import config, errors
+from dynamo.base import addresses, config, errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,19 @@ def test_truth_in_the_environment_has_several_spellings(text, expected):
     assert load(T_QUIET=text).quiet is expected
 
 
+@pytest.mark.parametrize("kind", [int, str, bool, addresses.PortRange])
+def test_empty_variable_leaves_an_option_without_a_value(tmp_path, kind):
+    """Compose files and units of systemd pass `NAME=` on where nothing is set; so does NVIDIA Dynamo take it."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Optional:
+        """May have a value."""
+
+        limit: kind | None = config.option(None, env="T_LIMIT", help="limit")  # noqa: RUF009 (a field)
+
+    assert config.load(Optional, prog="p", argv=[], environ={"T_LIMIT": ""}) == Optional()
+
+
 def test_negated_flag_overrides_the_environment():
     assert load("--no-quiet", T_QUIET="1").quiet is False
 
@@ -143,6 +156,12 @@ def test_invalid_file_is_refused_in_one_sentence(tmp_path, text, says):
         load(*file)
 
     assert says.format(path=file[1]) in str(refusal.value)
+
+
+def test_null_in_a_file_leaves_an_option_without_a_value():
+    assert load("--config", '{"limit": null, "port": 1}') == DoorConfig(port=1)
+    with pytest.raises(errors.ConfigError, match="port in --config: expected a whole number"):
+        load("--config", '{"port": null}')
 
 
 def test_missing_or_binary_file_is_refused(tmp_path):
@@ -305,6 +324,23 @@ def test_positional_arguments_keep_order_and_commas():
     loaded = config.load(WithWords, prog="p", argv=["a,b", "c"], environ={})
 
     assert loaded.words == ("a,b", "c")
+
+
+def test_positional_arguments_may_stand_on_both_sides_of_a_flag():
+    @dataclass(frozen=True, kw_only=True)
+    class Action:
+        """Does something with a file."""
+
+        action: str = config.option(flag="", help="what to do")
+        file: str = config.option("", flag="", help="file")
+        port: int = config.option(0, help="port")
+        words: tuple[str, ...] = config.option((), flag="", help="words")
+
+    argv = ["apply", "--port", "1", "f.yaml", "a", "--port", "2", "b"]
+
+    assert config.load(Action, prog="p", argv=argv, environ={}) == Action(
+        action="apply", file="f.yaml", port=2, words=("a", "b")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

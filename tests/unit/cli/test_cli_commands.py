@@ -637,6 +637,14 @@ dynamo_frontend_cached_tokens_sum{model="m"} 100
     assert rows == [("m", "2", "3", "3.0", "25.0", "100.0", "–", "25%", "0")]
 
 
+def test_top_counts_workers_once_that_several_frontend_processes_have():
+    metric = 'dynamo_frontend_{}{{http_worker="{}",model="m"}} 2\n'
+    names = [(name, n) for name in ("model_workers", "inflight_requests") for n in (0, 1)]
+    (row,) = top.compare({}, top.parse("".join(metric.format(*name) for name in names)), 1.0)
+
+    assert row[:3] == ("m", "2", "4")
+
+
 def test_table_of_top_in_a_pipe_ends_its_last_line(monkeypatch, capfd):
     monkeypatch.setattr(top, "read", lambda url: {("dynamo_frontend_model_workers", "m"): 2.0})
     top.run(top.TopConfig(once=True, interval=0.1))

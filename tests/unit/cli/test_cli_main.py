@@ -102,6 +102,24 @@ def test_user_without_a_home_is_told_so(monkeypatch, capsys):
     assert (code, err) == (2, "dynamo: Could not determine home directory. Set HOME to one\n")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+        PermissionError(13, "Permission denied", "/tmp/dynamo-serve-1"),
+        OSError(30, "Read-only file system", "/tmp/dynamo-serve-1"),
+    ],
+)
+def test_missing_place_for_temporary_files_is_one_sentence(monkeypatch, capsys, error):
+    """As in a pod whose root is read-only and that has no volume at /tmp."""
+    monkeypatch.setattr(serve, "check_port", mock.Mock(side_effect=error))
+    code, _, err = run(monkeypatch, capsys, "serve")
+
+    assert code == 2
+    assert err.startswith(f"dynamo: {error}; expected ")
+    assert "TMPDIR" in err
+
+
 def test_terminal_without_a_character_shows_another_one():
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     argv = [sys.executable, "-m", "dynamo.cli", "--help"]
@@ -145,14 +163,14 @@ def test_env_command_hides_secrets(monkeypatch, capsys):
 
 
 def test_env_command_hides_users_and_passwords_of_addresses(monkeypatch, capsys):
-    monkeypatch.setenv("NATS_SERVER", "nats://me:quiet@10.0.0.5:4222,nats://me:quiet@10.0.0.6:4222")
+    monkeypatch.setenv("NATS_SERVER", "nats://me:qu/iet@10.0.0.5:4222,me:quiet@10.0.0.6:4222")
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://10.0.0.5:2379")
     monkeypatch.setattr("sys.argv", ["dynamo", "env"])
     with pytest.raises(SystemExit):
         main.main()
     report = capsys.readouterr().out
 
-    assert "nats://…@10.0.0.5:4222,nats://…@10.0.0.6:4222\n" in report
+    assert "nats://…@10.0.0.5:4222,…@10.0.0.6:4222\n" in report
     assert "http://10.0.0.5:2379\n" in report
 
 

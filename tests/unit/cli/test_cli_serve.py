@@ -19,13 +19,21 @@ from dynamo.worker import engines
 from waiting import PATIENT_S
 
 
-def test_the_curl_line_is_one_command_with_a_valid_body():
-    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "it's a model"))
+def test_the_curl_line_is_one_command_with_a_valid_body(tmp_path):
+    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "it's a model", tmp_path))
     body = json.loads(words[-1])
 
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert body["model"] == "it's a model"
     assert body["messages"] == [{"role": "user", "content": serve.PROMPT}]
+
+
+def test_the_curl_line_of_a_model_for_embeddings_asks_for_a_vector(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    words = shlex.split(serve.curl_line("http://127.0.0.1:8000", "vectors", tmp_path))
+
+    assert words[1] == "http://127.0.0.1:8000/v1/embeddings"
+    assert json.loads(words[-1]) == {"model": "vectors", "input": serve.PROMPT}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +240,7 @@ def test_line_that_is_drawn_anew_stays_on_one_row_of_the_terminal(monkeypatch):
     terminal = mock.Mock(wraps=io.StringIO(), isatty=lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
     clock = Clock()
     progress = waiting.Progress("waiting for m", limit_s=30, clock=clock)
     clock.time_s += 10
@@ -242,6 +251,21 @@ def test_line_that_is_drawn_anew_stays_on_one_row_of_the_terminal(monkeypatch):
         "\r\x1b[Kwaiting for m (10 s\r",
         "\r\x1b[K[###############   ",
     ]
+
+
+def test_nothing_is_drawn_anew_on_a_terminal_that_obeys_no_codes(monkeypatch):
+    terminal = mock.Mock(wraps=io.StringIO(), isatty=lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    clock = Clock()
+    progress = waiting.Progress("waiting for m", limit_s=30, clock=clock)
+    clock.time_s += 10
+    progress.show()
+    batch.show_progress(1, 2)
+
+    written = "".join(call.args[0] for call in terminal.write.call_args_list)
+    assert written.endswith("dynamo: waiting for m (10 s of at most 30 s)\n")
+    assert "\x1b" not in written
 
 
 def test_wait_is_told_again_and_again_until_it_is_over(capsys, monkeypatch):

@@ -1,8 +1,12 @@
 """Which workers a command starts, and what it says of them."""
 
 import contextlib
+import functools
 
-from dynamo.cli import workers
+import pytest
+
+from dynamo.base import clock, errors
+from dynamo.cli import session, workers
 from dynamo.cli.workers import Topology
 from dynamo.worker import settings
 
@@ -36,3 +40,16 @@ async def test_load_of_a_model_is_told(monkeypatch):
         pass
 
     assert described == ["loading storyteller; Ctrl-C gives up"]
+
+
+async def test_model_that_the_endpoint_does_not_serve_is_refused():
+    worker = settings.WorkerConfig(model_name="first", model_alias=("org/first",))
+    async with workers.join("mocker", worker, Topology()) as runtime:
+        connect = functools.partial(
+            session.connect, runtime, worker.endpoint_name, clock.SystemClock()
+        )
+        talk = await connect("org/first")
+        with pytest.raises(errors.NoWorkers, match="generate serves first, not second"):
+            await connect("second")
+
+    assert talk.model == "first"

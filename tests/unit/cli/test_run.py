@@ -1,7 +1,9 @@
 """What `dynamo run` is told."""
 
+import asyncio
 import contextlib
 import socket
+import threading
 
 import msgspec
 import pytest
@@ -115,6 +117,22 @@ def test_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
             run.run(run.RunConfig(words=("in=http", "out=mocker"), http_port=port))
 
 
+@pytest.mark.parametrize("source", ["in=text", "in=http"])
+def test_model_is_fetched_where_ctrl_c_ends_it(monkeypatch, source):
+    """In the thread of the event loop, or below its handler of SIGINT, a download would go on to its end."""
+
+    def fetch(engine, model):
+        assert threading.current_thread() is threading.main_thread()
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.workers.engines, "find_model", fetch)
+    monkeypatch.setattr(run.logs, "configure", lambda _: None)  # of the whole process
+    with pytest.raises(KeyboardInterrupt):
+        run.run(run.RunConfig(words=(source, "out=mocker", "org/large"), http_port=0))
+
+
 async def test_http_api_has_the_keys_and_limits_of_the_environment(monkeypatch):
     seen = []
 
@@ -180,3 +198,18 @@ async def test_context_length_is_refused_where_nothing_here_takes_it(target):
     with pytest.raises(errors.ConfigError, match="--context-length"):
         async with workers.join(target, settings.WorkerConfig(), workers.Topology(), 64):
             pass
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "target"),
+    [
+        (["m"], "n.gguf", "llamacpp"),
+        (["m.gguf"], "n", "native"),
+        (["out=mocker", "m"], "n.gguf", "mocker"),
+    ],
+)
+def test_another_model_is_served_by_its_own_engine_unless_one_was_named(words, model, target):
+    planned = run.plan(run.RunConfig(words=tuple(words), model_name="called"))
+    other = run.with_model(planned, model)
+
+    assert (other.model, other.model_name, other.target) == (model, None, target)

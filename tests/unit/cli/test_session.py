@@ -13,6 +13,7 @@ from dynamo.cli import session
 from dynamo.preprocess import preprocessor
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate
+from waiting import PATIENT_S
 
 
 class Text:
@@ -248,6 +249,19 @@ def test_ctrl_c_cancels_the_work_and_waits_for_its_end(background, monkeypatch):
         background.call(wait_for_ever())
 
     assert seen == ["cancelled"]
+
+
+def test_ctrl_c_does_not_wait_for_what_blocks_the_event_loop():
+    """The import of an engine's library takes some ten seconds."""
+    release = threading.Event()
+    loop = session.BackgroundLoop().__enter__()
+    loop._loop.call_soon_threadsafe(release.wait)
+    loop.__exit__(KeyboardInterrupt)
+    release.set()
+    loop._thread.join(PATIENT_S)
+
+    assert not loop._thread.is_alive()
+    loop._loop.close()
 
 
 def interrupt(future):

@@ -129,6 +129,12 @@ def test_question_of_several_lines_is_one(say, scripted_talk):
     assert [seen[-1] for seen in scripted_talk.seen] == ["one\n  two\nthree", "a\nb", "x"]
 
 
+def test_question_in_quotation_marks_may_begin_as_a_command_does(say, scripted_talk):
+    say('"""/etc/hosts', 'is what?"""', '"""/exit"""', "/exit", "never")
+
+    assert [seen[-1] for seen in scripted_talk.seen] == ["/etc/hosts\nis what?", "/exit"]
+
+
 def test_system_message_stands_first_and_stays(say, scripted_talk, capsys):
     say("one", "/system be brief", "two", "/clear", "three", "/system", "/system x", "four")
 
@@ -165,11 +171,11 @@ def test_conversation_is_saved_and_loaded(say, scripted_talk, tmp_path, capsys):
     assert json.loads(path.read_text())["model"] == "m"
 
 
-@pytest.mark.parametrize("content", ["no json", '{"model": 1}', None])
+@pytest.mark.parametrize("content", [b"no json", b'{"model": 1}', b'{"model": "\xff"}', None])
 def test_file_that_is_no_conversation_is_refused(say, scripted_talk, tmp_path, capsys, content):
     path = tmp_path / "talk.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
     say("one", f"/load {path}", "/load", "two")
 
     shown = capsys.readouterr().out

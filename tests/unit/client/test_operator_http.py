@@ -1,7 +1,9 @@
 """`dynamo.client` with answers that are cut off or are no HTTP."""
 
 import http.client
+import http.server
 import io
+import threading
 import urllib.error
 import urllib.request
 
@@ -9,6 +11,18 @@ import pytest
 
 from dynamo import client
 from dynamo.base import errors
+
+
+class LiveHandler(http.server.BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"live")
+
+    def log_message(self, *_):
+        """Say nothing."""
 
 
 class CutBody(io.BytesIO):
@@ -23,6 +37,17 @@ def refuse(reason):
         raise reason
 
     return refuse
+
+
+def test_process_of_this_machine_is_asked_without_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with http.server.HTTPServer(("127.0.0.1", 0), LiveHandler) as server:
+        answering = threading.Thread(target=server.handle_request, daemon=True)
+        answering.start()
+        answer = client.HttpClient(f"http://127.0.0.1:{server.server_port}").read("/live")
+        answering.join()
+
+    assert answer == "live"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 
@@ -42,9 +43,19 @@ def test_process_that_registers_runs_until_it_ends():
     assert state.running() == []
 
 
-def test_file_that_is_no_state_is_left_and_named():
+def test_directory_that_is_taken_away_does_not_end_what_is_served(tmp_path):
+    with state.registered("one", "m") as registration:
+        shutil.rmtree(tmp_path / "state")
+        (tmp_path / "state").touch()  # no directory can be made there
+        registration.update(url="http://127.0.0.1:8000")
+
+    assert registration.state.url == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("content", [b'{"name": "old"}', b'{"name": "\xff"}'])
+def test_file_that_is_no_state_is_left_and_named(content):
     path = state.directory() / "old.json"
-    path.write_text('{"name": "old"}')
+    path.write_bytes(content)
 
     assert state.running() == []
     assert state.unreadable() == [path]

@@ -270,6 +270,35 @@ async def test_requests_of_a_service_may_take_as_long_as_its_setting_says(
     assert drains == [expected]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("7000-7009", [7000, 7001]), ("7001", [7001]), ("-1", [])]
+)
+async def test_system_port_is_written_as_that_of_workers(monkeypatch, text, expected):
+    @service()
+    class Idle:
+        """Has no endpoint."""
+
+    tried, stop = [], asyncio.Event()
+    stop.set()
+
+    async def start(self, host, port, **_):
+        tried.append(port)
+        if port == 7000:
+            raise errors.ConfigError("in use")
+
+    monkeypatch.setattr(process.server.HttpServer, "start", start)
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = config.load(
+        process.ServiceProcessConfig,
+        prog="x",
+        argv=["m:Idle", "--discovery-backend", "mem"],
+        environ={"DYN_SYSTEM_PORT": text},
+    )
+    await process.run(options, [declaration.spec_of(Idle)])
+
+    assert tried == expected
+
+
 REBOUND = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
 FOREIGN = {"origin": "https://evil.example"}
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.worker import hub_models
 from waiting import PATIENT_S, eventually
 
@@ -93,6 +94,20 @@ def test_part_of_a_model_can_be_removed(puller, monkeypatch, capsys):
 
     assert removal.returncode == 0, removal.stderr
     assert not puller.part.exists()
+
+
+def test_whole_files_of_a_download_that_was_cut_off_are_removed(tmp_path, monkeypatch):
+    """The hub's own tools do not list a model without a snapshot."""
+    monkeypatch.setattr(hub_models.constants, "HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--org--cut" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "whole").write_bytes(bytes(1000))
+    (blobs / f"partial{hub_models.PART}").write_bytes(bytes(10))
+
+    assert hub_models.remove_cached("org/cut") == 1010
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(errors.ConfigError, match="'org/cut' is not in the local cache"):
+        hub_models.remove_cached("org/cut")
 
 
 CONFIGURATION = ["config.json", "tokenizer.json"]
