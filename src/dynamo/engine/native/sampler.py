@@ -195,7 +195,8 @@ class Sampler:
                 may_end = [states[i].may_end for i in guides]
                 adjusted = apply_guides(adjusted, guides, may_end)
             for i, state in enumerate(states):
-                forced = state.thinking_budget and state.thinking_budget.forced_id()
+                budget = state.thinking_budget
+                forced = None if budget is None else budget.forced_id()
                 # A grammar bans the mark within a character of several tokens: it comes after that.
                 if forced is not None and (i not in guides or adjusted[i, forced] > -math.inf):
                     adjusted[i] = -torch.inf
