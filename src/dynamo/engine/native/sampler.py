@@ -442,7 +442,7 @@ def apply_guides(
     Where a text begins, tokens that are banned for their leading blank are spelled without it.
     """
     size = logits.shape[1]
-    words = -(-size // 32)  # llguidance writes 32 bits at a time
+    words = -(-max(guide.num_tokens for guide in guides.values()) // 32)  # of 32 bits
     bits = torch.zeros((len(guides), words * 4), dtype=torch.uint8)
     for row, guide, may in zip(bits, guides.values(), may_end, strict=True):
         guide.fill(memoryview(row.numpy()), may_end=may)
