@@ -96,9 +96,11 @@ def test_bytes_of_tokens_are_those_of_the_tokenizer():
         "model": {"vocab": vocab},
     }
     other = {"decoder": None, "added_tokens": [], "model": {"vocab": {"▁cat": 0, "<0xF0>": 1}}}
+    unigram = {"decoder": None, "model": {"vocab": [["▁cat", -1.5], ["<0xF0>", 0.0]]}}
 
     assert translation.token_bytes(byte_level) == [b" cat", b"\xf0\x9f\x98", b""]
     assert translation.token_bytes(other) == [b" cat", b"\xf0"]
+    assert translation.token_bytes(unigram) == [b" cat", b"\xf0"]
 
 
 def options(**fields):

@@ -165,8 +165,10 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> list[bytes]:
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
     letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    added = {token["id"] for token in tokenizer["added_tokens"]}
-    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
+    vocabulary: Any = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of the kind Unigram: texts and scores
+        vocabulary = {text: token for token, (text, _) in enumerate(vocabulary)}
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for text, token in vocabulary.items():
         if token in added:
