@@ -167,7 +167,6 @@ class KvTierReporter(Protocol):
 
     def report_tiers(self) -> tier_report.TierReport | None:
         """Return how full the tiers are and what was copied; None before the engine has started."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,11 +110,9 @@ class BlockOwner(Protocol):
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the sequence that waits for this import go on; nothing writes to its blocks any more."""
-        ...
 
     def release_lease(self, lease_id: int) -> None:
         """Free the blocks under this lease. An unknown id is no error."""
-        ...
 
 
 S = TypeVar("S", bound=block_tables.PagedSequence)

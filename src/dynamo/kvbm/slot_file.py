@@ -90,6 +90,8 @@ class SlotFile:
         `is_whole` takes all parts, which no other process may use then.
         Raises ConfigError that names the file, what is wrong, and the option.
         """
+        if not hasattr(fcntl, "F_OFD_SETLK"):
+            raise errors.ConfigError(f"{option}: expected Linux, which alone locks open files so")
         self.path, self._stride, self._option = path, stride, option
         self._is_whole = is_whole or num_parts == 1
         self.header = Header(

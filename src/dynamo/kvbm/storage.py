@@ -95,7 +95,6 @@ _KEPT_BYTES = 64 * 2**20  # free space that the file leaves on its disk
 _Move = Callable[[int, list[memoryview], int], int]  # os.preadv, os.pwritev
 _logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class DiskFile(slot_file.SlotFile):
@@ -200,7 +199,7 @@ class DiskFile(slot_file.SlotFile):
             )
 
     def _allocate(self, num_bytes: int) -> None:
-        if not _libc.fallocate(self._fd, 0, 0, num_bytes):
+        if not _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
             return
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS):

@@ -103,7 +103,7 @@ class TierCopies:
         began_at = time.monotonic()
         try:
             failed = (self._ask if copy.is_question else self._copy)(copy, generations)
-        except Exception as error:  # noqa: BLE001 - supervises its thread, without which requests would wait for ever
+        except BaseException as error:  # noqa: BLE001 - supervises its thread, without which requests would wait for ever
             self._log_failure(copy, repr(error))
             return CopyOutcome(frozenset(range(len(copy.blocks))), began_at, time.monotonic())
         if failed and not copy.is_question:
@@ -198,7 +198,7 @@ class TierCopies:
         try:
             if self._disk is not None:
                 self._disk.purge()
-        except Exception as error:  # noqa: BLE001 - supervises its thread, for whose end the caller waits
+        except BaseException as error:  # noqa: BLE001 - supervises its thread, for whose end the caller waits
             faults.append(f"blocks were not removed from {self._disk and self._disk.name}: {error}")
         for fault in faults:
             _logger.warning("%s", fault)

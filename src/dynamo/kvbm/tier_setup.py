@@ -382,11 +382,12 @@ def identify_model(directory: Path) -> str:
 
 
 def _find_matrices(file: BinaryIO, num_bytes: int) -> list[tuple[int, int]]:
-    """Return where the matrices of a safetensors file begin and end; of another file, small equal parts."""
-    if not file.name.endswith(_WEIGHTS[0]):
+    """Return where the matrices of a safetensors file begin and end; of others, whatever their name, equal parts."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not file.name.endswith(_WEIGHTS[0]) or header_bytes >= num_bytes:
         size = -(-num_bytes // _NUM_PARTS)
         return [(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size or 1)]
-    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header = json.loads(file.read(header_bytes))
     offset = file.tell()
     spans = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
     return [(offset + first, offset + end) for first, end in spans]

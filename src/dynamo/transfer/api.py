@@ -239,22 +239,18 @@ class TransferRoute(Protocol):
 
     def move(self, operation: TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         """Copy all pieces of the pattern. Raises TransferError; then nothing is being copied any more."""
-        ...
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         """Copy so many bytes of the peer's memory and drop them; nothing where bytes cross no network.
 
         Raises TransferError.
         """
-        ...
 
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         """Send a notification, and return when the peer's agent has handled it. Raises TransferError."""
-        ...
 
     def close(self) -> None:
         """Close the connection, after the last `move` has returned. Idempotent."""
-        ...
 
 
 class Backend(Protocol):
@@ -263,21 +259,16 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The key of the agent's address in its metadata."""
-        ...
 
     @property
     def is_same_host(self) -> bool:
         """Return whether bytes are copied once, by the posting side, without the peer's CPU."""
-        ...
 
     def listen(self, exposed: Exposed) -> str | None:
         """Open the memory to peers; return the address, None if they cannot reach it this way. Raises ConfigError."""
-        ...
 
     def connect(self, target: PeerTarget, limit: TimeLimit) -> TransferRoute:
         """Connect to a peer, after `listen`. Raises TransferError."""
-        ...
 
     def close(self) -> None:
         """Stop listening; operations of peers fail. The owner of a route closes it."""
-        ...

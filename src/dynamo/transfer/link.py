@@ -180,7 +180,7 @@ class Link:
         return descriptors[0]
 
     def _send(self, buffers: list[memoryview], limit: TimeLimit, *, is_more: bool = False) -> None:
-        flags = socket.MSG_MORE if is_more else 0
+        flags = getattr(socket, "MSG_MORE", 0) if is_more else 0  # only Linux has it
         while buffers:
             self._set_timeout(limit.remaining_s(), socket.SO_SNDTIMEO)
             try:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("xllamacpp", reason="needs xllamacpp (the extra llamacpp)")
 
 from dynamo.base import errors
-from dynamo.engine.adapters.llamacpp import engine, slots, translation
+from dynamo.engine.adapters.llamacpp import engine, grammars, slots, translation
 from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate, kv_events
 from engine_suite import replay
@@ -96,9 +96,11 @@ def test_bytes_of_tokens_are_those_of_the_tokenizer():
         "model": {"vocab": vocab},
     }
     other = {"decoder": None, "added_tokens": [], "model": {"vocab": {"▁cat": 0, "<0xF0>": 1}}}
+    unigram = {"decoder": None, "model": {"vocab": [["▁cat", -1.5], ["<0xF0>", 0.0]]}}
 
     assert translation.token_bytes(byte_level) == [b" cat", b"\xf0\x9f\x98", b""]
     assert translation.token_bytes(other) == [b" cat", b"\xf0"]
+    assert translation.token_bytes(unigram) == [b" cat", b"\xf0"]
 
 
 def options(**fields):
@@ -138,6 +140,22 @@ def test_guided_answers_become_grammars():
     assert guided(grammar="root ::= [0-9]") == "root ::= [0-9]"
     thoughts = generate.GuidedReasoning(opens=("<t>",), closes=("</t>",))
     assert 'start: (("<t>") thinking BLANKS)? answer' in guided(regex="a", thoughts=thoughts)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"grammar": 'start: answer\nanswer: "yes" | "no"'},
+        {"grammar": 'start: TEXT calls // start "\nTEXT: /start"/\ncalls: "calls" <[3]> start'},
+        {"regex": r"C:\\/temp"},
+    ],
+)
+@pytest.mark.parametrize("closes", [(), ("</t>",)])
+def test_rules_and_slashes_of_a_client_do_not_collide_with_ours(form, closes):
+    thoughts = generate.GuidedReasoning(closes=closes) if closes else None
+    grammars.build(generate.GuidedDecoding(**form, thoughts=thoughts))
+
+    assert "start_: TEXT_ calls_ // start" in guided(grammar="start: TEXT calls // start")
 
 
 @pytest.mark.parametrize(

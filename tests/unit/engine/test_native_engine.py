@@ -62,6 +62,9 @@ class Sink:
     def kv_events(self, events):
         pass
 
+    def died(self, error):
+        self.said.put_nowait(str(error))
+
     async def next(self):
         async with asyncio.timeout(PATIENT_S):
             return await self.said.get()
@@ -131,6 +134,25 @@ def make_request(request_id, token, max_tokens=9, guided=None):
 
 def wait_for_step(runner):
     assert runner.is_running.acquire(timeout=PATIENT_S)
+
+
+class Panic(BaseException):
+    """No Exception, as what libraries in Rust raise for a fault of their own."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+async def test_whatever_ends_the_thread_is_reported_as_the_death_of_the_engine(
+    engine, runner, monkeypatch, kind
+):
+    def break_down(chunks):
+        raise kind("it broke")
+
+    monkeypatch.setattr(runner, "run", break_down)
+    engine.submit(make_request("a", 5))
+
+    assert await engine.sink.next() == f"the engine's loop died: {kind.__name__}: it broke"
+    with pytest.raises(errors.EngineFailed, match="it broke"):
+        engine.submit(make_request("b", 5))
 
 
 async def test_a_missing_model_raises_config_error(tmp_path):

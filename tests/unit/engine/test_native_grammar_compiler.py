@@ -207,6 +207,12 @@ def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     assert not GrammarCompiler(tmp_path / "none", VOCAB).is_possible
 
 
+def test_system_on_which_no_trial_can_be_ended_has_no_grammars(monkeypatch):
+    monkeypatch.setattr(grammar_compiler.sys, "platform", "darwin")
+
+    assert not GrammarCompiler(STORYTELLER / "tokenizer.json", VOCAB).is_possible
+
+
 @pytest.mark.parametrize(
     "limits", [grammar_compiler.LIMITS, grammars.LIMITS], ids=["native", "vllm"]
 )

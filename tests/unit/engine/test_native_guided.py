@@ -223,6 +223,26 @@ def test_thoughts_may_precede_a_guided_answer(model):
     assert any(a.end is EOS and "</think>" in a.text for a in told.values())
 
 
+def test_thinking_limit_within_a_character_ends_the_thought_of_a_guided_answer_after_it(model):
+    thoughts = generate.GuidedReasoning(closes=("</think>",))
+    guided = generate.GuidedDecoding(regex="[0-9]{2}", thoughts=thoughts)
+    request = model.request("r", QUESTIONS[1], guided, temperature=0.0)
+    begun = model.ids("hm 😀")[:4]  # the first of the character's four bytes
+    (close,) = model.ids("</think>")
+    model.submit(
+        msgspec.structs.replace(
+            request,
+            token_ids=request.token_ids + blocks.pack(begun),
+            num_resumed=len(begun),
+            thinking=generate.ThinkingLimit(max_tokens=2, close_ids=(close,), is_open=True),
+        )
+    )
+    answer = model.answers()["r"]
+
+    assert answer.end is EOS
+    assert answer.token_ids.index(close) == 3
+
+
 def test_thoughts_end_at_a_mark_that_is_plain_text(model):
     thoughts = generate.GuidedReasoning(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)

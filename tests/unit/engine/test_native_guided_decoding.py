@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import tokenizers
+import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import guided_decoding
+from dynamo.engine.native import guided_decoding, sampler
 from dynamo.protocols import generate
 from guided import EOS, STORYTELLER
 
@@ -97,3 +99,15 @@ def test_an_unreadable_tokenizer_raises_engine_failed(tmp_path):
     path.write_text('{"model": {"type": "Morse"}}')
     with pytest.raises(errors.EngineFailed, match="llguidance does not read"):
         guided_decoding.GrammarBuilder(path, VOCAB, EOS)
+
+
+def test_tokenizer_with_more_tokens_than_the_model_guides_answers():
+    known = tokenizers.Tokenizer.from_file(str(TOKENIZER))
+    builder = guided_decoding.GrammarBuilder(TOKENIZER, VOCAB - 100, EOS)
+    guide = builder.build(generate.GuidedDecoding(regex="[a-z]+")).begin()
+    masked = sampler.apply_guides(torch.zeros(1, VOCAB - 100), {0: guide}, [False])
+    allowed = (masked[0] > -torch.inf).nonzero().flatten().tolist()
+
+    assert masked.shape == (1, VOCAB - 100)
+    assert allowed
+    assert all(known.decode([token]).strip().islower() for token in allowed)

@@ -64,6 +64,13 @@ def test_blocks_are_found_again_after_a_restart(directory):
     again.close()
 
 
+def test_system_without_locks_of_open_files_is_refused_by_name(directory, monkeypatch):
+    monkeypatch.delattr(storage.slot_file.fcntl, "F_OFD_SETLK")
+
+    with pytest.raises(errors.ConfigError, match="--kvbm-nvme-path: expected Linux"):
+        open_file(directory)
+
+
 def test_only_the_owner_can_read_the_file(directory):
     file = open_file(directory)
 

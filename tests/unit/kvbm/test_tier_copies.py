@@ -42,6 +42,10 @@ def make_copy(*path):
     )
 
 
+class Panic(BaseException):
+    """No Exception, as what libraries in Rust raise for a fault of their own."""
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -50,6 +54,7 @@ def make_copy(*path):
         RuntimeError("CUDA out of memory"),  # torch.OutOfMemoryError is one
         MemoryError(),
         ValueError("a fault of the program"),
+        Panic("a library in Rust has a fault"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -160,6 +160,14 @@ def test_small_and_empty_files_of_weights_are_identified(tmp_path):
     assert len(names | {tier_setup.identify_model(tmp_path / "0")}) == 5
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_file_beside_the_weights_need_not_be_what_its_name_says(tmp_path, content):
+    original = write_checkpoint(tmp_path / "model", [b"a"])
+    (tmp_path / "model" / "consolidated.safetensors").write_bytes(content)
+
+    assert tier_setup.identify_model(tmp_path / "model") != original
+
+
 def test_host_tier_is_closed_again_if_the_disk_is_refused(tmp_path):
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     disk.mkdir()

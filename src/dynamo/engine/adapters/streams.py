@@ -33,52 +33,41 @@ class Library(Protocol[Plan, Result]):
 
     async def start(self, on_kv_events: OnKvEvents) -> api.EngineFacts:
         """Load the model, and call `on_kv_events` on the event loop from now on. Raises ConfigError or EngineFailed."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids of the model; known once the library has started."""
-        ...
 
     def plan(self, request: generate.Request, index: int) -> Plan:
         """Return the library's parameters for choice `index`. Raises InvalidRequest for options it cannot honour."""
-        ...
 
     def stream(self, request: generate.Request, plan: Plan, name: str) -> AsyncIterator[Result]:
         """Start a choice under this name, and return the stream of its results."""
-        ...
 
     def translate(
         self, result: Result, index: int, request: generate.Request, *, is_first: bool
     ) -> generate.Output:
         """Convert a result; `is_first` marks a request's first one. Raises DynamoError if the request was given up."""
-        ...
 
     def explain(self, error: Exception) -> errors.DynamoError | None:
         """Convert an error that a stream raised; None if the whole library has failed."""
-        ...
 
     def death(self) -> BaseException | None:
         """Return why the library has died, or None while it is alive; cheap."""
-        ...
 
     async def abort(self, names: Sequence[str]) -> None:
         """Abort these choices; one that has ended or never began is no error."""
-        ...
 
     def load(
         self, facts: api.EngineFacts, *, num_prefill_tokens: int, is_idle: bool
     ) -> Sequence[load.ForwardPassMetrics]:
         """Return the load of each rank as last reported; `is_idle`: no request is open."""
-        ...
 
     async def clear(self) -> None:
         """Clear the prefix cache."""
-        ...
 
     async def stop(self) -> None:
         """End the library's processes. It may not have started."""
-        ...
 
 
 class LoraLibrary(api.LoraAdapterStore, Protocol):
@@ -86,7 +75,6 @@ class LoraLibrary(api.LoraAdapterStore, Protocol):
 
     async def clear_adapters(self) -> None:
         """Let no request find the blocks of adapters that were unloaded; other blocks of shared tiers stay."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -347,20 +347,20 @@ class NativeEngine(exchanges.ExchangesKv):
     def _run(
         self, sink: api.EngineSink, post: Post, started: "asyncio.Future[LoadedEngine]"
     ) -> None:
-        """Load the model and run the loop; the thread's main function."""
+        """Load the model and run the loop; the thread's main function. A library in Rust raises no Exception."""
         try:
             assembly = assemble(self._model_path, self._settings, self._exchange.allocate)
             loaded = LoadedEngine(assembly, self._exchange, sink, post)
         except errors.ConfigError as error:
             post(_fail_start, started, error)
             return
-        except Exception as error:  # noqa: BLE001 - supervises the thread: start() raises it
+        except BaseException as error:  # noqa: BLE001 - supervises the thread: start() raises it
             post(_fail_start, started, _failure("the model could not be loaded", error))
             return
         post(_finish_start, started, loaded)
         try:
             loaded.loop.run()
-        except Exception as error:  # noqa: BLE001 - supervises the thread: the sink is told
+        except BaseException as error:  # noqa: BLE001 - supervises the thread: the sink is told
             post(loaded.die, _failure("the engine's loop died", error))
         post(self._has_ended.set)
 
@@ -385,7 +385,7 @@ def _fail_start(started: "asyncio.Future[LoadedEngine]", error: errors.DynamoErr
         started.set_exception(error)
 
 
-def _failure(message: str, error: Exception) -> errors.EngineFailed:
+def _failure(message: str, error: BaseException) -> errors.EngineFailed:
     failure = errors.EngineFailed(f"{message}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -64,8 +64,8 @@ class GrammarCompiler:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the model has the tokenizer that compilation needs."""
-        return self._tokenizer[0].is_file()
+        """Return whether trials can run here, and the model has the tokenizer that compilation needs."""
+        return sys.platform == "linux" and self._tokenizer[0].is_file()
 
     async def compile(self, guided: generate.GuidedDecoding, eos: Eos) -> CompiledGrammar:
         """Return the grammar of answers that one of the tokens `eos` ends.

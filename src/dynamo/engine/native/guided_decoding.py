@@ -60,6 +60,7 @@ class GrammarGuide:
         self._matcher = matcher
         self._eos = eos
         self._vocabulary = vocabulary
+        self.num_tokens = vocabulary.num_tokens
         self.begins_text = begins_text
         self.spellings: Mapping[tuple[int, ...], float] = {}
         self.candidates: Mapping[tuple[int, ...], float] = {}
@@ -136,6 +137,7 @@ class Vocabulary:
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self.text_of = functools.cache(lambda token_id: tokenizer.decode_str([token_id]))
         self.spell = functools.cache(self._spell)
+        self.num_tokens: int = tokenizer.vocab_size
         self._tokenizer = tokenizer
 
     def _spell(self, token_id: int) -> tuple[int, ...]:
@@ -152,9 +154,11 @@ class GrammarBuilder:
     def __init__(self, tokenizer_path: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
         """Read the model's tokenizer, which takes some tenths of a second. Raises EngineFailed."""
         try:
-            self._tokenizer = llguidance.LLTokenizer(
-                tokenizer_path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos)
-            )
+            text = tokenizer_path.read_text("utf-8")
+            try:
+                self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=[*eos])
+            except ValueError:  # as where it has tokens that the model lacks
+                self._tokenizer = llguidance.LLTokenizer(text, eos_token=[*eos])
         except (OSError, ValueError) as error:
             raise errors.EngineFailed(
                 f"answers cannot be guided: the tokenizer at {tokenizer_path} is of a kind"

@@ -145,9 +145,8 @@ class ThinkingBudget:
             elif self._num_read - self._sequence.answer_start > MAX_LEADING_TOKENS:
                 self._is_over = True
         is_thinking = self._is_open and not self._is_over
-        if is_thinking and self._num_thought >= self._limit.max_tokens:
-            return self._limit.close_ids[0]
-        return None
+        is_used_up = is_thinking and self._num_thought >= self._limit.max_tokens
+        return self._limit.close_ids[0] if is_used_up else None
 
 
 # From logits [rows, vocabulary] to token ids.
@@ -190,13 +189,18 @@ class Sampler:
         states = [self._state(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, states)
-            guides: dict[int, Guide] = {}  # of the rows that follow a grammar
-            if self._guides:
-                guide_by_row = enumerate(map(self._guides.get, sequences))
-                guides = {i: guide for i, guide in guide_by_row if guide is not None}
+            guide_by_row = enumerate(map(self._guides.get, sequences))
+            guides = {i: guide for i, guide in guide_by_row if guide is not None}
             if guides:
                 may_end = [states[i].may_end for i in guides]
                 adjusted = apply_guides(adjusted, guides, may_end)
+            for i, state in enumerate(states):
+                budget = state.thinking_budget
+                forced = None if budget is None else budget.forced_id()
+                # A grammar bans the mark within a character of several tokens: it comes after that.
+                if forced is not None and (i not in guides or adjusted[i, forced] > -math.inf):
+                    adjusted[i] = -torch.inf
+                    adjusted[i, forced] = 0.0
             peaks = adjusted.amax(-1).tolist()
             functions = [_take_likeliest if state.is_greedy else draw for state in states]
             token_ids = _draw_grouped(adjusted, states, functions)
@@ -387,10 +391,6 @@ def _ban_and_bias(logits: torch.Tensor, state: SamplingState) -> None:
         logits[allowed] = kept
     if banned := state.banned_ids:
         logits[banned] = -torch.inf
-    budget = state.thinking_budget
-    if budget is not None and (forced := budget.forced_id()) is not None:
-        logits.fill_(-torch.inf)
-        logits[forced] = 0.0
 
 
 def _logprobs(
@@ -442,7 +442,7 @@ def apply_guides(
     Where a text begins, tokens that are banned for their leading blank are spelled without it.
     """
     size = logits.shape[1]
-    words = -(-size // 32)  # llguidance writes 32 bits at a time
+    words = -(-max(guide.num_tokens for guide in guides.values()) // 32)  # of 32 bits
     bits = torch.zeros((len(guides), words * 4), dtype=torch.uint8)
     for row, guide, may in zip(bits, guides.values(), may_end, strict=True):
         guide.fill(memoryview(row.numpy()), may_end=may)

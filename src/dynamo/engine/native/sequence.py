@@ -15,6 +15,7 @@ from dynamo.protocols import blocks, generate
 class Guide(Protocol):
     """The state of one sequence in its grammar (`guided_decoding.GrammarGuide`)."""
 
+    num_tokens: int  # of the vocabulary, perhaps more than the model has
     error: errors.DynamoError | None  # why it cannot be followed any more
     begins_text: bool  # the next token begins the answer, or a string within it
 

@@ -24,6 +24,11 @@ _UNKNOWN_LOGPROB = -9999.0
 # The temperature comes before min_p and top_p, as with vLLM and unlike llama.cpp's own order. The top k are the same
 # wherever they are cut; cut first, the other samplers do not go through a whole vocabulary, which took 4 ms a token.
 _SAMPLERS = ("penalties", "top_k", "temperature", "min_p", "top_p")
+# A name that `compose_grammar` gives to a rule, or what is no name in Lark: text, a token, a comment, a regex.
+_OWN_NAME = re.compile(
+    r'"(?:\\.|[^"\\])*"|<[^<>\s]+>|(?://|\#).*|/(?:\\.|[^/\\\n])+/'
+    r"|\b(start|answer|answer_\d+|calls?|call_\d+|tool_\d+|thinking|TEXT|BLANKS)\b"
+)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -160,8 +165,10 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> list[bytes]:
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
     letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    added = {token["id"] for token in tokenizer["added_tokens"]}
-    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    added = {token["id"] for token in tokenizer.get("added_tokens") or ()}
+    vocabulary: Any = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of the kind Unigram: texts and scores
+        vocabulary = {text: token for token, (text, _) in enumerate(vocabulary)}
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for text, token in vocabulary.items():
         if token in added:
@@ -191,12 +198,13 @@ def compose_grammar(guided: generate.GuidedDecoding) -> str:
     if guided.json is not None:
         answers.append(_json_rule(guided.json))
     elif guided.regex is not None:
-        answers.append("/" + re.sub(r"(?<!\\)/", r"\/", guided.regex) + "/")
+        regex = re.sub(r"(?s)\\.|/", lambda found: found[0].rjust(2, "\\"), guided.regex)
+        answers.append(f"/{regex}/")
     elif guided.choice is not None:
         answers += map(_literal, guided.choice)
     elif guided.grammar is not None:
-        rules.append(re.sub(r"^start(?=\s*:)", "text", guided.grammar, flags=re.MULTILINE))
-        answers.append("text")
+        rules.append(_OWN_NAME.sub(lambda found: found[0] + "_" * bool(found[1]), guided.grammar))
+        answers.append("start_")
     if guided.calls is not None:
         answers.append("calls")
         rules += _call_rules(guided.calls)
