@@ -50,7 +50,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "presence_penalty": ("from -1,000 to 1,000", lambda x: abs(x) <= 1000),
     "frequency_penalty": ("from -1,000 to 1,000", lambda x: abs(x) <= 1000),
     "seed": ("a whole number of 64 bits", lambda x: x is None or x in _SEEDS),
-    "n": ("at least 1", lambda x: x >= 1),
+    "n": ("from 1 to 1,024", lambda x: 1 <= x <= 1024),  # more than run at once are queued
 }
 
 
