@@ -335,6 +335,11 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         return False
 
     @property
+    def stops_in_thoughts(self) -> bool:
+        """True if a stop string ends the answer also where it stands in a thought, as with OpenAI and vLLM."""
+        return True
+
+    @property
     def instance_id(self) -> int | None:
         """The worker instance that the request names, if any."""
         extensions = self.nvext or _NO_EXTENSIONS

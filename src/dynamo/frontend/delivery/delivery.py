@@ -122,6 +122,7 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
             parsers,
             has_logprobs=has_logprobs,
             is_single_call=prompt.is_single_call,
+            stops_in_thoughts=self.request.stops_in_thoughts,
         )
 
 
