@@ -81,6 +81,16 @@ class SemanticRouting:
         if runtime is not None:
             self._service.connect_encoders(encoder_client.make_client(runtime))
 
+    @property
+    def listed_name(self) -> str:
+        """The name that asks for a choice, as lists of models show it."""
+        return self._service.router.settings.auto_model_name
+
+    def default_of(self, name: str) -> str:
+        """Return the default model for a name that asks for a choice; any other name stays."""
+        settings = self._service.router.settings
+        return settings.default_model or name if name in settings.auto_names else name
+
     async def watch(self) -> None:
         """Reload the configuration whenever its file changes, until cancelled; then close the cache's file."""
         try:
@@ -98,7 +108,7 @@ class SemanticRouting:
     ) -> tuple[exchange.Exchange, bytes, pipeline.ExplainModel]:
         """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        A closed exchange was answered, with `id_headers` beside the router's.
+        If it is `client` itself, that was answered, with `id_headers` beside the router's.
 
         If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
         A body of another form (KServe's tensors), of which `read_texts` returns model and prompt, is guarded and keeps

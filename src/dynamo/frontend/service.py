@@ -325,7 +325,7 @@ class Frontend:
             *embeddings.operations(handlers, vectors),
             *scores.operations(handlers, vectors),
             *files.operations(handlers, self._batches),
-            *kserve.operations(handlers),
+            *kserve.operations(handlers, self._expected_workers.can_wake),
             *ollama.operations(handlers, vectors, list_on_demand),
             *token_counts.operations(handlers),
             *status.state_operations(

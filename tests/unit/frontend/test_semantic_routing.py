@@ -104,6 +104,37 @@ async def test_answers_of_the_router_carry_the_id_of_the_request(routed):
     assert {answer.headers["x-dynamo-request-id"] for answer in answers} == {"mine"}
 
 
+async def test_answers_of_the_router_are_counted(routed):
+    for text in ("some python", "some python", ATTACK):
+        await routed.chat(text, model="auto")
+
+    counted = {
+        name.partition('model="')[2].partition('"')[0]: number
+        for name, number in (await routed.metrics()).items()
+        if name.startswith("dynamo_frontend_requests_total{") and 'status="success"' in name
+    }
+    assert counted == {"coder": 1, "unknown": 2}
+
+
+@pytest.mark.parametrize("name", ["auto", "MoM"])
+async def test_prompt_is_counted_by_the_default_model_before_one_is_chosen(routed, name):
+    body = {"model": name, "messages": [{"role": "user", "content": "some python"}]}
+    named = body | {"model": "m"}
+
+    for path in ("/v1/messages/count_tokens", "/tokenize"):
+        counted = await routed.client.post(path, json=body)
+        assert counted.json() == (await routed.client.post(path, json=named)).json()
+        assert counted.status_code == 200
+
+
+async def test_name_that_asks_for_a_choice_is_among_the_models(routed):
+    listed = (await routed.client.get("/v1/models")).json()["data"]
+    shown = await routed.client.get("/v1/models/MoM")
+
+    assert [row["id"] for row in listed] == ["MoM", "coder", "m"]
+    assert shown.json() == listed[0]
+
+
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
     body = {
         "model": "auto",

@@ -116,7 +116,7 @@ def operations(
     connect: Callable[[instances.EndpointName], client.EndpointClient],
 ) -> Sequence[Operation]:
     """Return the operations that show models, and those that change models on demand."""
-    models, rights = handlers.models, handlers.rights
+    models, rights, semantic = handlers.models, handlers.rights, handlers.pipeline.semantic
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
     @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
@@ -129,6 +129,11 @@ def operations(
             for start in list_on_demand()
             if start.model not in names and rights.may_see(client, start.model)
         ]
+        if semantic is not None:
+            default = models.served_name(semantic.default_of(semantic.listed_name))
+            rows = [
+                row | {"id": semantic.listed_name} for row in rows if row["id"] == default
+            ] + rows
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
@@ -137,7 +142,9 @@ def operations(
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         is_anthropic = "anthropic-version" in client.request.headers
-        name = client.request.path.removeprefix(PATH + "/")
+        shown = name = client.request.path.removeprefix(PATH + "/")
+        if semantic is not None:
+            name = semantic.default_of(name)
         try:
             model = models.get(name)
             start = next((start for start in list_on_demand() if start.model == name), None)
@@ -145,6 +152,8 @@ def operations(
                 row = _unloaded_object(start)
             else:
                 row = _model_object(models.find(name, rights.model_filter(client)))
+            if shown != name:
+                row["id"] = shown
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
             dialect = error_dialects.ANTHROPIC if is_anthropic else error_dialects.OPENAI

@@ -211,7 +211,12 @@ class RequestHandlers:
         return add_request_id(handle)
 
     async def _find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
-        """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
+        """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`.
+
+        A name that asks the semantic router to choose stands for its default model.
+        """
+        if name is not None and self.pipeline.semantic is not None:
+            name = self.pipeline.semantic.default_of(name)
         is_expected = self.pipeline.worker_wait.is_expected
         if name is not None and is_expected(self.models.served_name(name)):
             return await self.pipeline.find_model(name, client)
