@@ -404,7 +404,7 @@ class WholeDelivery(Delivery):
         self._texts[number].append(text)
         if reports:
             self._reports[number] += reports
-        if self.settle(choice):
+        if choice.is_over and self.settle(choice):
             self._respond()
 
     def _respond(self) -> None:
