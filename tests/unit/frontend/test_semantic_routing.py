@@ -231,6 +231,15 @@ async def test_kserve_is_guarded_and_keeps_its_model(routed, text, status):
     assert len(routed.general.requests) == (3 if status == 200 else 0)
 
 
+async def test_unknown_parameter_of_kserve_is_ignored_behind_the_router_too(routed):
+    body = {"text_input": "hello", "parameters": {"no_such": 1}}
+
+    answer = await routed.client.post("/v2/models/m/generate", json=body)
+
+    assert answer.status_code == 200
+    assert answer.headers["x-dynamo-ignored-parameters"] == "parameters.no_such"
+
+
 async def test_message_to_the_other_api_is_routed_with_its_system_prompt(routed):
     messages = [{"role": "user", "content": "python"}]
     body = {"model": "auto", "max_tokens": 9, "messages": messages, "system": "Old."}

@@ -31,7 +31,7 @@ from dynamo.frontend.apis.operation import (
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
 
 class GenerateFormatter:
@@ -186,7 +186,13 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
     )
 
     def read_texts(body: bytes) -> bytes:
-        request = decode(body)
+        token = json_body.ignored_names.set(
+            []
+        )  # unknown parameters are judged where the body is decoded again
+        try:
+            request = decode(body)
+        finally:
+            json_body.ignored_names.reset(token)
         return msgspec.json.encode({"model": target.model, "prompt": request.prompt})
 
     return pipeline.GenerationApi(
