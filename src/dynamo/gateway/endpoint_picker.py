@@ -8,6 +8,7 @@ those in APIs that cannot ask for a worker, go to each pod in turn.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -263,12 +264,14 @@ def _run() -> None:
 async def serve(settings: EndpointPickerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     module = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
-    certificates = module.read_certificates(is_secure=settings.secure, directory=settings.cert_path)
+    read_certificates = functools.partial(
+        module.read_certificates, is_secure=settings.secure, directory=settings.cert_path
+    )
     questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
     picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
     stop = process_setup.stop_on_signals()
     running = tasks.Tasks()
-    await picker.start(settings.host, settings.port, certificates)
+    await picker.start(settings.host, settings.port, read_certificates)
     try:
         await running.run_until(stop)
     finally:
