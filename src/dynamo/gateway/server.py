@@ -44,7 +44,8 @@ def _make_credentials(served: tuple[bytes, bytes], read: ReadCertificates) -> An
     def fetch() -> Any:
         nonlocal served
         with contextlib.suppress(errors.ConfigError):
-            if (latest := read()) not in (None, served):
+            latest = read()
+            if latest is not None and latest != served:
                 served = latest
                 return grpc.ssl_server_certificate_configuration([served])
         return None
