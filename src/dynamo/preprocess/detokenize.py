@@ -283,15 +283,8 @@ class ChoiceText:
     Once `stop_reason` is set the text is complete, whatever the engine still sends.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_keeps_stop",
-        "_min_tokens",
-        "_stops",
-        "_tokens",
-        "passes_stops",
-        "stop_reason",
-    )
+    __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_stops", "_tokens", "passes_stops",
+                 "stop_reason")  # fmt: skip
 
     def __init__(
         self,
