@@ -206,42 +206,37 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
 
 def _unloaded_object(start: instances.WorkerStart) -> dict[str, Any]:
     """Return a model that is loaded when a request comes for it."""
-    return {
-        "id": start.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "dynamo",
-        "context_window": start.context_length or 0,
-        "max_model_len": start.context_length or 0,
-        "root": start.model,
-        "parent": None,
-        "capabilities": [],
-        "num_workers": 0,
-        "adapters": [],
-    }
+    return _make_object(start.model, 0, start.context_length or 0)
 
 
 def _model_object(model: RegisteredModel) -> dict[str, Any]:
+    cards = [card for replicas in model.replicas.values() for card in replicas.cards.values()]
+    adapters = {name for card in cards for name in card.lora_names if model.base is None}
+    return _make_object(
+        model.name,
+        model.card.created,
+        model.card.context_length,
+        None if model.base is None else model.base.name,
+        capabilities=model.capabilities,
+        num_workers=len(model.instances),
+        adapters=sorted(adapters),
+    )
+
+
+def _make_object(
+    name: str, created: int, context_length: int, parent: str | None = None, **known: Any
+) -> dict[str, Any]:
+    """Return a model in OpenAI's form, with what is known of its workers."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
-        "created": model.card.created,
+        "created": created,
         "owned_by": "dynamo",
-        "context_window": model.card.context_length,
-        "max_model_len": model.card.context_length,
-        "root": model.name if model.base is None else model.base.name,
-        "parent": None if model.base is None else model.base.name,
-        "capabilities": model.capabilities,
-        "num_workers": len(model.instances),
-        "adapters": sorted(
-            {
-                name
-                for replicas in model.replicas.values()
-                for card in replicas.cards.values()
-                for name in card.lora_names
-                if model.base is None
-            }
-        ),
+        "context_window": context_length,
+        "max_model_len": context_length,
+        "root": parent or name,
+        "parent": parent,
+        **({"capabilities": [], "num_workers": 0, "adapters": []} | known),
     }
 
 
