@@ -17,14 +17,7 @@ from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import encodings, exchange, parser
-from dynamo.semantic import (
-    cache,
-    immediate,
-    request_view,
-    rewriting,
-    routing_outcome,
-    service,
-)
+from dynamo.semantic import cache, immediate, request_view, rewriting, routing_outcome, service
 
 ROUTED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
