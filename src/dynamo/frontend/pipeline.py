@@ -370,9 +370,9 @@ class Pipeline:
         prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding
         if guided is not None and not model.card.runtime_config.supports_guided:
-            raise errors.InvalidRequest(
-                f"{guided.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
-                param=guided.param,
+            raise errors.InvalidRequest.of_param(
+                guided.param,
+                f"the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
             )
         answer_identity = sse.Identity(
             request_id=arrival.id,
@@ -468,35 +468,31 @@ def _id_headers(api: GenerationApi[R, F], arrival: metrics.Arrival) -> exchange.
 def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> None:
     """Raise InvalidRequest for log probabilities that the model's engine cannot report."""
     num_logprobs, facts = request.num_logprobs, model.card.runtime_config
+    wrong = errors.InvalidRequest.of_param
     if request.is_best_of and not facts.supports_logprobs:
-        raise errors.InvalidRequest(
-            f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
-            param="best_of",
+        raise wrong(
+            "best_of",
+            f"the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
         )
     num_of_prompt = request.prompt_logprobs
     if num_of_prompt is not None and not (
         facts.supports_prompt_logprobs and num_of_prompt <= facts.max_top_logprobs
     ):
         most = facts.max_top_logprobs if facts.supports_prompt_logprobs else "none"
-        raise errors.InvalidRequest(
-            f"prompt_logprobs: the engine of {model.name!r} reports at most {most}, got {num_of_prompt}: "
+        raise wrong(
+            "prompt_logprobs",
+            f"the engine of {model.name!r} reports at most {most}, got {num_of_prompt}: "
             "ask for less, or leave it out",
-            param="prompt_logprobs",
         )
     if num_logprobs is None:
         return
     if request.is_echoed and not facts.supports_prompt_logprobs:
-        raise errors.InvalidRequest(
-            f"logprobs: the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
-            param="logprobs",
+        raise wrong(
+            "logprobs",
+            f"the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
         )
     if not facts.supports_logprobs:
-        raise errors.InvalidRequest(
-            f"logprobs: the engine of {model.name!r} does not report them; leave it out",
-            param="logprobs",
-        )
+        raise wrong("logprobs", f"the engine of {model.name!r} does not report them; leave it out")
     if num_logprobs > facts.max_top_logprobs:
         name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
-        raise errors.InvalidRequest(
-            f"{name}: expected at most {facts.max_top_logprobs}, got {num_logprobs}", param=name
-        )
+        raise wrong(name, f"expected at most {facts.max_top_logprobs}, got {num_logprobs}")

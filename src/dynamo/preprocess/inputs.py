@@ -357,9 +357,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def session_id(self) -> str | None:
         """The session that the request belongs to, if it names one."""
-        if self.nvext is None:
-            return None
-        control, context = self.nvext.session_control, self.nvext.agent_context
+        control, context = self.extensions.session_control, self.extensions.agent_context
         if control is not None:
             return control.session_id
         return context.session_id if context is not None else None
