@@ -240,6 +240,18 @@ async def test_unknown_parameter_of_kserve_is_ignored_behind_the_router_too(rout
     assert answer.headers["x-dynamo-ignored-parameters"] == "parameters.no_such"
 
 
+async def test_byte_order_mark_is_passed_over_as_without_the_router(routed):
+    body = {"model": "auto", "messages": [{"role": "user", "content": "some python"}]}
+
+    answer = await routed.client.post(
+        "/v1/chat/completions",
+        content=b"\xef\xbb\xbf" + msgspec.json.encode(body),
+        headers={"content-type": "application/json"},
+    )
+
+    assert answer.json()["model"] == "coder"
+
+
 async def test_message_to_the_other_api_is_routed_with_its_system_prompt(routed):
     messages = [{"role": "user", "content": "python"}]
     body = {"model": "auto", "max_tokens": 9, "messages": messages, "system": "Old."}
