@@ -131,8 +131,8 @@ async def test_name_that_asks_for_a_choice_is_among_the_models(routed):
     listed = (await routed.client.get("/v1/models")).json()["data"]
     shown = await routed.client.get("/v1/models/MoM")
 
-    assert [row["id"] for row in listed] == ["MoM", "coder", "m"]
-    assert shown.json() == listed[0]
+    assert [row["id"] for row in listed] == ["coder", "m", "MoM"]
+    assert shown.json() == listed[-1]
 
 
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):

@@ -131,9 +131,8 @@ def operations(
         ]
         if semantic is not None:
             default = models.served_name(semantic.default_of(semantic.listed_name))
-            rows = [
-                row | {"id": semantic.listed_name} for row in rows if row["id"] == default
-            ] + rows
+            # behind all others: clients without a choice take the first
+            rows += [row | {"id": semantic.listed_name} for row in rows if row["id"] == default]
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
