@@ -144,6 +144,7 @@ class Frontend:
                 metrics_registry,
                 self._clock,
                 self._admission.rights,
+                self._expected_workers.find_wakeable,
                 runtime,
             )
         request_pipeline = pipeline.Pipeline(

@@ -7,12 +7,12 @@ import shutil
 
 import msgspec
 import pytest
-from frontend_rig import events, outputs
+from frontend_rig import Worker, events, outputs
 
 import collector
 from dynamo.base import errors
 from dynamo.frontend import dispatch, semantic_routing
-from dynamo.protocols import model_card
+from dynamo.protocols import instances, model_card
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
@@ -336,10 +336,27 @@ async def test_lost_model_is_named_with_its_reason(routed):
     assert "gone: no live worker" in answer.json()["error"]["message"]
 
 
+async def test_model_of_the_decision_is_woken_if_it_lacks_workers_on_purpose(routed):
+    start = instances.WorkerStart(
+        model="coder", namespace="", estimate_s=9.0, is_on_demand=True, context_length=99
+    )
+    await routed.coder.runtime.withdraw()
+    await routed.until(lambda: routed.frontend.models.get("coder") is None)
+    elsewhere = await routed.chat("some python", model="auto")
+    await routed.general.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))
+    await routed.until(lambda: routed.frontend._expected_workers.can_wake())
+    answer = routed.start_task(routed.chat("more python", model="auto"))
+    await routed.until(lambda: routed.frontend._dispatcher.worker_wait._waiting or answer.done())
+    await routed.register(Worker, "coder", routed.coder.name)
+
+    assert elsewhere.json()["model"] == "m"  # while nothing starts it
+    assert (await answer).json()["model"] == "coder"
+
+
 async def test_model_that_takes_no_images_is_known_by_its_card(routed):
     await routed.worker("seeing", runtime_config=model_card.ModelRuntimeConfig(max_images=2))
 
-    live = semantic_routing.LiveModels(routed.frontend.models)
+    live = semantic_routing.LiveModels(routed.frontend.models, lambda model: None)
 
     assert live.find_served("seeing").accepts_images
     assert not live.find_served("m").accepts_images
