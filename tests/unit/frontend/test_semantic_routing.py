@@ -499,6 +499,25 @@ async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
     assert answer.headers["x-vsr-selected-model"] == "m"
 
 
+async def test_name_of_choice_tells_no_default_model_that_the_key_may_not_ask(bare, tmp_path):
+    config, keys = tmp_path / "config.yaml", tmp_path / "keys.toml"
+    config.write_text(CONFIG.replace("default_model: m", "default_model: coder"))
+    keys.write_text(KEYS)
+    await bare.start(semantic_router=str(config), api_keys_file=str(keys))
+    await bare.worker("m")
+    await bare.worker("coder")
+    headers = {"authorization": "Bearer sk-limited-0000000000"}
+    body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
+    answers = [
+        await bare.client.post("/tokenize", json=body, headers=headers),
+        await bare.client.get("/v1/models/MoM", headers=headers),
+        await bare.client.get("/v1/models", headers=headers),
+    ]
+
+    assert [answer.status_code for answer in answers] == [404, 404, 200]
+    assert not any("coder" in answer.text for answer in answers)
+
+
 async def test_error_without_a_model_names_none_that_the_key_may_not_ask(bare, tmp_path):
     config, keys = tmp_path / "config.yaml", tmp_path / "keys.toml"
     config.write_text(CONFIG)

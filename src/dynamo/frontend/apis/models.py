@@ -130,7 +130,7 @@ def operations(
             if start.model not in names and rights.may_see(client, start.model)
         ]
         if semantic is not None:
-            default = models.served_name(semantic.default_of(semantic.listed_name))
+            default = handlers.default_of(client, semantic.listed_name)
             # behind all others: clients without a choice take the first
             rows += [row | {"id": semantic.listed_name} for row in rows if row["id"] == default]
         if "anthropic-version" in client.request.headers:
@@ -141,10 +141,9 @@ def operations(
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         is_anthropic = "anthropic-version" in client.request.headers
-        shown = name = client.request.path.removeprefix(PATH + "/")
-        if semantic is not None:
-            name = semantic.default_of(name)
+        shown = client.request.path.removeprefix(PATH + "/")
         try:
+            name = handlers.default_of(client, shown)
             model = models.get(name)
             start = next((start for start in list_on_demand() if start.model == name), None)
             if model is None and start is not None and rights.may_see(client, name):
