@@ -236,6 +236,14 @@ async def test_every_choice_gets_an_answer(host):
     assert [cached for cached in told if cached is not None] == [0]
 
 
+async def test_more_choices_than_may_run_at_once_are_queued(host):
+    host.submit("a", PROMPT, n=20, max_tokens=3)
+    await host.sink.until_ended("a", n=20)
+    await host.until_idle()
+
+    assert {len(host.sink.tokens("a", i)) for i in range(20)} == {3}
+
+
 async def test_more_requests_than_slots_and_blocks_are_all_answered(host):
     for i in range(40):
         host.submit(f"{i}", [i + 3, *PROMPT], max_tokens=60)

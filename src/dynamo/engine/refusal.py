@@ -26,8 +26,6 @@ def check(
     _check_prompt(request, facts.context_length)
     if not 0 <= request.num_resumed < request.prompt_len:
         raise limits.invalid("num_resumed", f"below {request.prompt_len}", request.num_resumed)
-    if request.sampling_options.n > facts.max_num_seqs:
-        raise limits.invalid("n", f"from 1 to {facts.max_num_seqs}", request.sampling_options.n)
     if vocab_size is not None:
         _check_tokens(request, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):

@@ -142,11 +142,20 @@ class BodyRouter(Protocol):
     ) -> tuple[exchange.Exchange, bytes, ExplainModel]:
         """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        A closed exchange was answered, with `id_headers`. Raises RequestError.
+        If it is `client` itself, the router has answered, with `id_headers`. Raises RequestError.
 
         `ask_again` takes the same for another model, if the first one fails. `read_texts` returns what is read of
         a body that has another form and is never changed.
         """
+        ...
+
+    @property
+    def listed_name(self) -> str:
+        """The name that asks for a choice, as lists of models show it."""
+        ...
+
+    def default_of(self, name: str) -> str:
+        """Return the default model for a name that asks for a choice; any other name stays."""
         ...
 
 
@@ -177,7 +186,7 @@ class Pipeline:
         self.unknown = unknown
         self.start_trace = start_trace
         self._watch = watch
-        self._semantic = semantic
+        self.semantic = semantic
         self._wants_explanation = wants_explanation
 
     async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
@@ -186,7 +195,7 @@ class Pipeline:
         if self._watch is not None:
             client = self._watch(client)
         body = explain_model = None
-        if self._semantic is not None:
+        if self.semantic is not None:
 
             def ask_again(
                 client: exchange.Exchange, body: bytes, explain_model: ExplainModel
@@ -202,14 +211,20 @@ class Pipeline:
                 self._dispatcher.background.start("ask another model", work, on_death=fail)
 
             try:
-                client, body, explain_model = await self._semantic.route(
+                routed, body, explain_model = await self.semantic.route(
                     client, api.endpoint, ask_again, api.read_texts, _id_headers(api, arrival)
                 )
             except errors.DynamoError as error:
                 self._refuse(api, client, arrival, error)
                 return
-            if client.is_closed:  # the router has answered, or the client is gone
+            if routed.is_closed:
+                meter = self._make_meter_of_no_model(api, client, arrival)
+                if routed is client:  # the router has answered; else the client is gone
+                    meter.record_success()
+                else:
+                    meter.record_disconnect()
                 return
+            client = routed
         await self._answer(api, client, arrival, body, explain_model)
 
     async def _answer(
@@ -285,13 +300,20 @@ class Pipeline:
         error: errors.DynamoError,
     ) -> None:
         """Answer a request for no known model with an error."""
-        unknown = self.metrics.for_model(metrics.UNKNOWN_MODEL)
-        meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
-        self.admission.name_key(client, meter)
+        meter = self._make_meter_of_no_model(api, client, arrival)
         if client.is_closed:  # it went away while it waited for its model
             meter.record_disconnect()
         meter.record_failure(error)
         delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
+
+    def _make_meter_of_no_model(
+        self, api: GenerationApi[R, F], client: exchange.Exchange, arrival: metrics.Arrival
+    ) -> metrics.RequestMeter:
+        """Return the meter of a request that no model answers, with the label of unknown models."""
+        unknown = self.metrics.for_model(metrics.UNKNOWN_MODEL)
+        meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
+        self.admission.name_key(client, meter)
+        return meter
 
     async def find_model(
         self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
@@ -348,9 +370,9 @@ class Pipeline:
         prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding
         if guided is not None and not model.card.runtime_config.supports_guided:
-            raise errors.InvalidRequest(
-                f"{guided.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
-                param=guided.param,
+            raise errors.InvalidRequest.of_param(
+                guided.param,
+                f"the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
             )
         answer_identity = sse.Identity(
             request_id=arrival.id,
@@ -446,35 +468,31 @@ def _id_headers(api: GenerationApi[R, F], arrival: metrics.Arrival) -> exchange.
 def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> None:
     """Raise InvalidRequest for log probabilities that the model's engine cannot report."""
     num_logprobs, facts = request.num_logprobs, model.card.runtime_config
+    wrong = errors.InvalidRequest.of_param
     if request.is_best_of and not facts.supports_logprobs:
-        raise errors.InvalidRequest(
-            f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
-            param="best_of",
+        raise wrong(
+            "best_of",
+            f"the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
         )
     num_of_prompt = request.prompt_logprobs
     if num_of_prompt is not None and not (
         facts.supports_prompt_logprobs and num_of_prompt <= facts.max_top_logprobs
     ):
         most = facts.max_top_logprobs if facts.supports_prompt_logprobs else "none"
-        raise errors.InvalidRequest(
-            f"prompt_logprobs: the engine of {model.name!r} reports at most {most}, got {num_of_prompt}: "
+        raise wrong(
+            "prompt_logprobs",
+            f"the engine of {model.name!r} reports at most {most}, got {num_of_prompt}: "
             "ask for less, or leave it out",
-            param="prompt_logprobs",
         )
     if num_logprobs is None:
         return
     if request.is_echoed and not facts.supports_prompt_logprobs:
-        raise errors.InvalidRequest(
-            f"logprobs: the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
-            param="logprobs",
+        raise wrong(
+            "logprobs",
+            f"the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
         )
     if not facts.supports_logprobs:
-        raise errors.InvalidRequest(
-            f"logprobs: the engine of {model.name!r} does not report them; leave it out",
-            param="logprobs",
-        )
+        raise wrong("logprobs", f"the engine of {model.name!r} does not report them; leave it out")
     if num_logprobs > facts.max_top_logprobs:
         name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
-        raise errors.InvalidRequest(
-            f"{name}: expected at most {facts.max_top_logprobs}, got {num_logprobs}", param=name
-        )
+        raise wrong(name, f"expected at most {facts.max_top_logprobs}, got {num_logprobs}")

@@ -22,6 +22,7 @@ A line of the log for each request is written at `debug`: DYN_LOG=info,dynamo.fr
 """
 
 import asyncio
+import codecs
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -75,9 +76,9 @@ class AuditLog:
     def watch(self, caller: exchange.Exchange) -> exchange.Exchange:
         """Return the exchange to answer instead of this one: one that records it, or the same."""
         try:
-            fields = _decode_fields(caller.request.body)
+            fields = _decode_fields(caller.request.body.removeprefix(codecs.BOM_UTF8))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return caller  # it is refused, and does not say that it may be recorded
+            fields = _RequestFields()  # it is refused, or has raw tensors behind its JSON
         if fields.store is not True and not self._is_forced:
             return caller
         return AuditedExchange(caller, fields, self._put)
@@ -195,6 +196,10 @@ def encode_row(row: AuditRow) -> bytes:
         response = _format_events(row.response)
     elif row.is_complete and row.response:
         response = _compact(row.response)
+    try:
+        request: msgspec.Raw | str = _compact(row.request.body)
+    except (msgspec.DecodeError, RecursionError):
+        request = row.request.body.decode(errors="replace")
     return msgspec.json.encode(
         {
             "schema_version": 1,
@@ -204,7 +209,7 @@ def encode_row(row: AuditRow) -> bytes:
             "path": row.request.path,
             "status": row.status,
             "is_complete": row.is_complete,
-            "request": _compact(row.request.body),
+            "request": request,
             "response": response,
         }
     )
@@ -218,8 +223,11 @@ def _format_events(stream: bytes) -> list[msgspec.Raw]:
 
 
 def _compact(text: bytes) -> msgspec.Raw:
-    """Return the same JSON on one line, with U+FFFD for what is no UTF-8, such as in the body of a refused request."""
-    return msgspec.Raw(msgspec.json.format(text.decode(errors="replace"), indent=-1))
+    """Return the same JSON on one line, with U+FFFD for what is no UTF-8, such as in the body of a refused request.
+
+    Raises DecodeError for what is no JSON.
+    """
+    return msgspec.Raw(msgspec.json.format(text.decode("utf-8-sig", errors="replace"), indent=-1))
 
 
 SCHEMA = "dynamo.request.trace.v1"

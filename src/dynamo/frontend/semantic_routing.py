@@ -14,6 +14,7 @@ from dynamo.frontend import pipeline
 from dynamo.frontend.admission import authentication
 from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
+from dynamo.protocols import instances
 from dynamo.router import explanation
 from dynamo.runtime import component
 from dynamo.runtime.http import exchange
@@ -26,6 +27,7 @@ from dynamo.semantic import (
     service,
 )
 
+FindWakeable = Callable[[str], instances.WorkerStart | None]
 _CHAT = "chat_completions"
 _APIS: dict[str, rewriting.RequestApi] = {
     _CHAT: "chat",
@@ -38,17 +40,20 @@ _APIS: dict[str, rewriting.RequestApi] = {
 
 
 class LiveModels:
-    """What the registry of a frontend knows of its models, as the router asks for it."""
+    """What a frontend knows of its models, as the router asks for it."""
 
-    def __init__(self, models: registry.ModelRegistry) -> None:
+    def __init__(self, models: registry.ModelRegistry, find_wakeable: FindWakeable) -> None:
         self._models = models
+        self._find_wakeable = find_wakeable
 
     def find_served(self, model: str) -> model_choice.ServedModel | None:
-        """Return what a model with live workers can do; None if there is none."""
+        """Return what a model can do that has live workers, or is woken by a request; None for any other."""
         try:
             entry = self._models.find(model)
         except errors.DynamoError:
-            return None
+            start = self._find_wakeable(self._models.served_name(model))
+            length = None if start is None else start.context_length or None
+            return None if start is None else model_choice.ServedModel(context_length=length)
         if not entry.is_ready or not entry.can_generate:
             return None
         return model_choice.ServedModel(
@@ -68,18 +73,29 @@ class SemanticRouting:
         metrics_registry: metrics.Registry,
         clock: clocks.Clock,
         rights: authentication.ClientRights,
+        find_wakeable: FindWakeable,
         runtime: component.DistributedRuntime | None = None,
     ) -> None:
-        """`rights` say which models a client may ask.
+        """`rights` say which models a client may ask, and `find_wakeable` which lack workers on purpose.
 
         `runtime` finds the process of the encoders, if the configuration names any, in its own namespace.
         """
         self._rights = rights
         self._service = service.RoutingService(
-            Path(path), metrics_registry, clock, LiveModels(models)
+            Path(path), metrics_registry, clock, LiveModels(models, find_wakeable)
         )
         if runtime is not None:
             self._service.connect_encoders(encoder_client.make_client(runtime))
+
+    @property
+    def listed_name(self) -> str:
+        """The name that asks for a choice, as lists of models show it."""
+        return self._service.router.settings.auto_model_name
+
+    def default_of(self, name: str) -> str:
+        """Return the default model for a name that asks for a choice; any other name stays."""
+        settings = self._service.router.settings
+        return settings.default_model or name if name in settings.auto_names else name
 
     async def watch(self) -> None:
         """Reload the configuration whenever its file changes, until cancelled; then close the cache's file."""
@@ -98,7 +114,7 @@ class SemanticRouting:
     ) -> tuple[exchange.Exchange, bytes, pipeline.ExplainModel]:
         """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        A closed exchange was answered, with `id_headers` beside the router's.
+        If it is `client` itself, that was answered, with `id_headers` beside the router's.
 
         If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
         A body of another form (KServe's tensors), of which `read_texts` returns model and prompt, is guarded and keeps

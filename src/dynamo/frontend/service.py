@@ -144,6 +144,7 @@ class Frontend:
                 metrics_registry,
                 self._clock,
                 self._admission.rights,
+                self._expected_workers.find_wakeable,
                 runtime,
             )
         request_pipeline = pipeline.Pipeline(
@@ -325,7 +326,7 @@ class Frontend:
             *embeddings.operations(handlers, vectors),
             *scores.operations(handlers, vectors),
             *files.operations(handlers, self._batches),
-            *kserve.operations(handlers),
+            *kserve.operations(handlers, self._expected_workers.can_wake),
             *ollama.operations(handlers, vectors, list_on_demand),
             *token_counts.operations(handlers),
             *status.state_operations(

@@ -99,6 +99,11 @@ class ExpectedWorkers:
         """Return whether a request would wake some model that lacks workers on purpose."""
         return any(start.can_be_woken for start in self._starts.values())
 
+    def find_wakeable(self, model: str) -> instances.WorkerStart | None:
+        """Return what is announced of this model if a request would wake it; None if it would not."""
+        starts = (start for start in self._starts.values() if start.model == model)
+        return next((start for start in starts if start.can_be_woken), None)
+
     async def watch(self) -> None:
         """Follow the starts in discovery until cancelled."""
         async for change in self._registry.watch(instances.STARTS):

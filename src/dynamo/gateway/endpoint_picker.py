@@ -8,9 +8,11 @@ those in APIs that cannot ask for a worker, go to each pod in turn.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ WORKER = "x-dynamo-worker-instance-id"
 _ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
 # The key decides what the client may ask, and the session which worker it gets.
 _FORWARDED_HEADERS = ("authorization", "x-api-key", "x-dynamo-session-id")
+_REFUSAL_HEADERS = ("retry-after", "x-should-retry")  # of the frontend, which the client gets
 _PROG = "python -m dynamo.gateway.endpoint_picker"
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class FrontendQuestions:
 
         Those that the frontend has lost and discovery still lists are left out, unless there are no others.
         """
-        status, answer = await self._ask("GET", "/health", b"", headers)
+        status, answer, _ = await self._ask("GET", "/health", b"", headers)
         try:
             found = json.loads(answer)["instances"]
             workers = [entry for entry in found if entry["endpoint"] == "generate"]
@@ -108,12 +111,16 @@ class FrontendQuestions:
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None  # the frontend that gets the request says what is wrong with it
         request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
-        status, answer = await self._ask("POST", path, json.dumps(request).encode(), headers)
+        content = json.dumps(request).encode()
+        status, answer, answer_headers = await self._ask("POST", path, content, headers)
         if status == 400:  # the question may be wrong as a stream, where the request is none
             return None
         if status != 200:
+            kept = [
+                (name, text) for name, text in answer_headers.items() if name in _REFUSAL_HEADERS
+            ]
             return immediate.ImmediateAnswer(
-                status=status, content_type="application/json", body=answer
+                status=status, content_type="application/json", body=answer, headers=kept
             )
         lines = answer.decode("utf-8", "replace").splitlines()
         for name, text in itertools.pairwise(lines):
@@ -127,22 +134,25 @@ class FrontendQuestions:
 
     async def _ask(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[int, bytes]:
-        """Send a request in the client's name, and return status and body.
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Send a request in the client's name, and return status, body and headers of the answer.
 
         Raises NoWorkers if the frontend does not answer.
         """
         forwarded = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
         try:
-            return await client.request(
+            answer_headers: dict[str, str] = {}
+            status, answer = await client.request(
                 method,
                 self._url + path,
                 body,
                 headers=forwarded,
                 timeout_s=self.settings.timeout_s,
+                response_headers=answer_headers,
             )
         except errors.Unavailable as error:
             raise errors.NoWorkers(f"the frontend did not answer: {error}") from error
+        return status, answer, answer_headers
 
 
 class PickingProcessor(processor.StreamProcessor):
@@ -201,7 +211,8 @@ class PickingProcessor(processor.StreamProcessor):
             number = chosen if chosen in targets else ids[self._questions.next_turn(len(ids))]
         except errors.NoWorkers as error:
             _logger.info("no endpoint for a request: %s", error)
-            return immediate.refuse(503, str(error), "service_unavailable")
+            retry = [("retry-after", str(max(1, math.ceil(error.retry_after_s))))]
+            return immediate.refuse(503, str(error), "service_unavailable", headers=retry)
         self._target = targets[number]
         headers = [(DESTINATION, self._target), (WORKER, str(number))]
         changes = messages.CommonResponse(
@@ -253,12 +264,14 @@ def _run() -> None:
 async def serve(settings: EndpointPickerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
     module = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
-    certificates = module.read_certificates(is_secure=settings.secure, directory=settings.cert_path)
+    read_certificates = functools.partial(
+        module.read_certificates, is_secure=settings.secure, directory=settings.cert_path
+    )
     questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
     picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
     stop = process_setup.stop_on_signals()
     running = tasks.Tasks()
-    await picker.start(settings.host, settings.port, certificates)
+    await picker.start(settings.host, settings.port, read_certificates)
     try:
         await running.run_until(stop)
     finally:

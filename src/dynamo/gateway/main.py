@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -107,8 +108,8 @@ async def _serve_routing(
     grpc_server: Any,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `api` and `grpc_server` are modules that need an extra."""
-    certificates = grpc_server.read_certificates(
-        is_secure=settings.secure, directory=settings.cert_path
+    read_certificates = functools.partial(
+        grpc_server.read_certificates, is_secure=settings.secure, directory=settings.cert_path
     )
     process_setup.collect_garbage_rarely()
     stop = process_setup.stop_on_signals()
@@ -127,7 +128,7 @@ async def _serve_routing(
     exposition = http.HttpServer(_metrics_routes(registry))
     running = tasks.Tasks()
     try:
-        ports = [await ext_proc.start(settings.host, settings.port, certificates)]
+        ports = [await ext_proc.start(settings.host, settings.port, read_certificates)]
         if settings.enable_api:
             ports.append(
                 await classification.start(settings.host, settings.api_port, port_flag="--api-port")

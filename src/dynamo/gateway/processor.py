@@ -17,12 +17,14 @@ from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import encodings, exchange, parser
-from dynamo.semantic import cache, immediate, rewriting, routing_outcome, service
+from dynamo.semantic import cache, immediate, request_view, rewriting, routing_outcome, service
 
 ROUTED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     *("/api/chat", "/api/generate", "/invocations"),  # Ollama's and SageMaker's
 )
+# Where the tokens of a prompt are counted, no model is chosen for it.
+_COUNTING_PATHS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize")
 # What a model is to answer here stands in tensors (KServe), or in a file that was uploaded before (batches).
 _UNREADABLE = re.compile(r"/v2/models/.+/(?:infer|generate)\w*|/inference\..+Infer|/v1/batches")
 _CHAT = ROUTED_PATHS[0]
@@ -30,6 +32,7 @@ _APIS: dict[str, rewriting.RequestApi] = {
     _CHAT: "chat",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
     "/api/chat": "ollama",
     "/api/generate": "ollama_generate",
     "/v1/completions": "completions",
@@ -178,11 +181,31 @@ class StreamProcessor:
             return self._refuse(
                 refusal.status, refusal.message, kind, headers=tuple(refusal.headers)
             )
+        if self.path in _COUNTING_PATHS:
+            return self._name_default(body, num_bytes)
         answer = await self._route(body)
         if answer is not None:
             return answer
         assert self._outcome is not None  # it was routed
         return self._request_changes(self._outcome, num_bytes), self._outcome.body
+
+    def _name_default(
+        self, body: bytes, num_bytes: int
+    ) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
+        """Return the same with the default model in the place of a name that asks for a choice."""
+        settings = self._routing.router.settings
+        try:
+            requested_model = request_view.RequestView(body).model
+        except errors.InvalidRequest as error:
+            return self._refuse(400, str(error), "invalid_request_error", param=error.param)
+        model = requested_model
+        if model in settings.auto_names and settings.default_model:
+            model = settings.default_model
+            body = rewriting.set_model(body, model)
+        explanation = routing_outcome.Explanation(requested_model=requested_model, model=model)
+        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body)
+        outcome.add_upstream_headers(settings, {})
+        return self._request_changes(outcome, num_bytes), body
 
     def _refuse(
         self,
@@ -303,7 +326,9 @@ class StreamProcessor:
     @property
     def reads_body(self) -> bool:
         """Return whether the body of the request is read, and not only passed on."""
-        return self.path in ROUTED_PATHS and self.headers.get(":method") == "POST"
+        return (
+            self.path in (*ROUTED_PATHS, *_COUNTING_PATHS) and self.headers.get(":method") == "POST"
+        )
 
 
 def _read_headers(headers: Any) -> dict[str, str]:

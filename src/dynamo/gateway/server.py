@@ -1,5 +1,6 @@
 """The gRPC server that Envoy calls: one stream of messages for each HTTP request; and the checks of its health."""
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ _SERVING = b"\x08\x01"  # its answer of one field, as protobuf encodes it
 MAX_CALLS = 10_000
 _ENVELOPE_BYTES = 2**20  # of a message around its body
 _logger = logging.getLogger(__name__)
+ReadCertificates = Callable[[], tuple[bytes, bytes] | None]  # the key and the certificates
 
 
 def read_certificates(*, is_secure: bool, directory: str | None) -> tuple[bytes, bytes] | None:
@@ -36,6 +38,22 @@ def read_certificates(*, is_secure: bool, directory: str | None) -> tuple[bytes,
     return key, chain
 
 
+def _make_credentials(served: tuple[bytes, bytes], read: ReadCertificates) -> Any:
+    """Return credentials that follow the files; gRPC keeps the former while a key and a certificate do not fit."""
+
+    def fetch() -> Any:
+        nonlocal served
+        with contextlib.suppress(errors.ConfigError):
+            latest = read()
+            if latest is not None and latest != served:
+                served = latest
+                return grpc.ssl_server_certificate_configuration([served])
+        return None
+
+    first = grpc.ssl_server_certificate_configuration([served])
+    return grpc.dynamic_ssl_server_credentials(first, fetch)
+
+
 class ExtProcServer:
     """Serves Envoy's external processing until stopped."""
 
@@ -46,13 +64,12 @@ class ExtProcServer:
         self._max_body_bytes = max_body_bytes
         self._server: grpc.aio.Server | None = None
 
-    async def start(
-        self, host: str, port: int, certificates: tuple[bytes, bytes] | None = None
-    ) -> int:
+    async def start(self, host: str, port: int, read: ReadCertificates = lambda: None) -> int:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError.
 
-        `certificates` are those of `read_certificates`; without them the connection is not encrypted.
+        `read` returns what `read_certificates` does, and is called as each client connects: files are renewed.
         """
+        certificates = read()
         size = self._max_body_bytes + _ENVELOPE_BYTES
         server = grpc.aio.server(
             options=[
@@ -78,7 +95,7 @@ class ExtProcServer:
             if certificates is None:
                 bound_port = server.add_insecure_port(address)
             else:
-                credentials = grpc.ssl_server_credentials([certificates])
+                credentials = _make_credentials(certificates, read)
                 bound_port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise errors.ConfigError(f"--port: cannot listen on {address}: {error}") from error

@@ -283,7 +283,8 @@ class ChoiceText:
     Once `stop_reason` is set the text is complete, whatever the engine still sends.
     """
 
-    __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_stops", "_tokens", "stop_reason")
+    __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_stops", "_tokens", "passes_stops",
+                 "stop_reason")  # fmt: skip
 
     def __init__(
         self,
@@ -298,6 +299,7 @@ class ChoiceText:
         self._stops = stop_strings.StopStrings(conditions.stop) if conditions.stop else None
         self._min_tokens = conditions.min_tokens
         self._tokens = array.array("I")
+        self.passes_stops = False  # for now no stop string ends the text
         self.stop_reason: str | None = None  # the stop string that ended the text
 
     def push(self, output: generate.Output) -> str:
@@ -312,7 +314,8 @@ class ChoiceText:
         text = self._detokenizer.push(token_ids if self._keeps_stop else visible_ids(output))
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
-        if self._stops is not None and len(self._tokens) > self._min_tokens:
+        may_stop = len(self._tokens) > self._min_tokens and not self.passes_stops
+        if self._stops is not None and may_stop:
             text, self.stop_reason = self._stops.push(text)
             if self._keeps_stop and self.stop_reason is not None:
                 text += self.stop_reason

@@ -335,6 +335,11 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         return False
 
     @property
+    def stops_in_thoughts(self) -> bool:
+        """True if a stop string ends the answer also where it stands in a thought, as with OpenAI and vLLM."""
+        return True
+
+    @property
     def instance_id(self) -> int | None:
         """The worker instance that the request names, if any."""
         extensions = self.nvext or _NO_EXTENSIONS
@@ -352,9 +357,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def session_id(self) -> str | None:
         """The session that the request belongs to, if it names one."""
-        if self.nvext is None:
-            return None
-        control, context = self.nvext.session_control, self.nvext.agent_context
+        control, context = self.extensions.session_control, self.extensions.agent_context
         if control is not None:
             return control.session_id
         return context.session_id if context is not None else None

@@ -52,9 +52,9 @@ class EndpointName(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, url: str) -> "EndpointName":
-        """Parse `dyn://namespace.component.endpoint`. Raises ConfigError for anything else."""
+        """Parse `dyn://namespace.component.endpoint`, also without `dyn://`. Raises ConfigError for anything else."""
         parts = url.removeprefix(_SCHEME).rsplit(".", 2)
-        if not url.startswith(_SCHEME) or len(parts) != 3 or not all(map(is_name, parts)):
+        if len(parts) != 3 or not all(map(is_name, parts)):
             raise errors.ConfigError(
                 f"{url!r} is no endpoint: expected dyn://namespace.component.endpoint, of a-z, 0-9, - and _"
             )

@@ -22,7 +22,8 @@ from dynamo.protocols import generate
 MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
 MAX_GRAMMAR_CHARS = 2**13  # of one in Lark or GBNF
 MAX_RULES = 1000  # of a grammar
-MAX_CHOICES = 1024
+MAX_CHOICES = 1024  # of a guided answer
+NUM_CHOICES = range(1, 1025)  # answers to one prompt; those that do not run at once are queued
 MAX_VALUES = 1024  # of all enums of a schema
 MAX_REFERENCES = 500
 MAX_DEPTH = 128  # of a schema as JSON: two for each level of properties
@@ -50,7 +51,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "presence_penalty": ("from -1,000 to 1,000", lambda x: abs(x) <= 1000),
     "frequency_penalty": ("from -1,000 to 1,000", lambda x: abs(x) <= 1000),
     "seed": ("a whole number of 64 bits", lambda x: x is None or x in _SEEDS),
-    "n": ("at least 1", lambda x: x >= 1),
+    "n": ("from 1 to 1,024", lambda x: x in NUM_CHOICES),
 }
 
 

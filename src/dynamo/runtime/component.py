@@ -255,8 +255,7 @@ class DistributedRuntime:
 
     def endpoint(self, path: str) -> naming.Endpoint:
         """Return an endpoint by `namespace.component.endpoint`, with or without `dyn://`, as `Component.endpoint`."""
-        url = path if path.startswith("dyn://") else f"dyn://{path}"
-        return naming.Endpoint(self, instances.EndpointName.parse(url.lower()))
+        return naming.Endpoint(self, instances.EndpointName.parse(path.lower()))
 
     def shutdown(self) -> None:
         """Let a process of `dynamo_worker` finish its requests and end, as SIGTERM does."""

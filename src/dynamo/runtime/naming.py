@@ -84,8 +84,8 @@ class Component:
 
         Raises ConfigError for other characters than letters, digits, - and _.
         """
-        url = f"dyn://{self._namespace}.{self.name}.{name}".lower()
-        return Endpoint(self._runtime, instances.EndpointName.parse(url))
+        path = f"{self._namespace}.{self.name}.{name}".lower()
+        return Endpoint(self._runtime, instances.EndpointName.parse(path))
 
 
 class Endpoint:

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import errors
 
-_SPACE = re.compile(rb"[ \t\r\n]*")
+_SPACE = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*")  # and a byte order mark
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SCALAR = re.compile(rb"[^\s,\]}]+")
 _BRACKETS = re.compile(rb'["{}\[\]]')

@@ -59,7 +59,7 @@ class RequestView:
     def __init__(self, body: bytes, api: RequestApi = "chat") -> None:
         """`api` is what the request asks: a server passes over the fields of other APIs that a body has as well."""
         try:
-            fields = _decoder.decode(body)
+            fields = _decoder.decode(body.removeprefix(b"\xef\xbb\xbf"))  # as servers do
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise errors.InvalidRequest(f"the body is not valid JSON: {error}") from error
         if not isinstance(fields, dict):

@@ -96,16 +96,24 @@ def build(
 
 
 def build_embedding(
-    directory: Path, *, name: str, facts: api.EmbedderFacts, created: int
+    directory: Path,
+    *,
+    name: str,
+    facts: api.EmbedderFacts,
+    created: int,
+    template: str | None = None,
 ) -> model_card.ModelCard:
-    """Return the card of the model in `directory`, served by an embedder with these facts."""
+    """Return the card of the model in `directory`, served by an embedder with these facts.
+
+    `template` is the file of its chat template, by which prompts are tokenized. Raises ConfigError.
+    """
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
         context_length=facts.context_length,
         kv_cache_block_size=0,
         model_type=(model_card.ModelType.EMBEDDINGS,),
-        files=describe_files(directory),
+        files=describe_files(directory, template),
         weights=fingerprint_weights(directory),
         runtime_config=model_card.ModelRuntimeConfig(
             max_num_batched_tokens=facts.max_num_batched_tokens

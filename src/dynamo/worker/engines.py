@@ -147,6 +147,13 @@ def find_model(
         raise errors.ConfigError(
             f"{model} is a GGUF file, which the {name} engine does not read: serve it with python -m dynamo.llamacpp"
         )
+    if kind.needs_weights and not (
+        is_gguf or has_others or Path(model or "").expanduser().is_dir()
+    ):
+        raise errors.ConfigError(
+            f"model {model!r} has no safetensors at the hub; pickled weights (.bin, .pt) can run code as they are"
+            " read, and are not downloaded: convert them to safetensors, and give the directory"
+        )
     if kind.reads_gguf and not is_gguf:
         raise errors.ConfigError(
             f"the {name} engine reads GGUF files: expected --model FILE{model_source.GGUF_SUFFIX}, got"

@@ -22,7 +22,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.observability import logs, tracing
-from dynamo.protocols import blocks, generate, trace_context, wire
+from dynamo.protocols import blocks, generate, limits, trace_context, wire
 from dynamo.runtime import requests
 from dynamo.worker import health
 
@@ -207,10 +207,8 @@ def decode(body: msgspec.Raw) -> generate.Request:
             f"got {len(request.token_ids)} bytes",
             param="token_ids",
         )
-    if request.sampling_options.n < 1:
-        raise errors.InvalidRequest(
-            f"expected n of at least 1, got {request.sampling_options.n}", param="n"
-        )
+    if request.sampling_options.n not in limits.NUM_CHOICES:  # before each is noted
+        raise limits.invalid("n", "from 1 to 1,024", request.sampling_options.n)
     return request
 
 

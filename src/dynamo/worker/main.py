@@ -310,7 +310,13 @@ def make_embedding_host(
     name = _model_name(worker)
 
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
-        built = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
+        built = card.build_embedding(
+            directory,
+            name=name,
+            facts=facts,
+            created=int(clock.wall()),
+            template=worker.custom_jinja_template,
+        )
         _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 

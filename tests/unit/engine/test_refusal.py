@@ -55,7 +55,7 @@ def test_top_p_of_zero_is_accepted():
         ("presence_penalty", math.inf),
         ("frequency_penalty", math.nan),
         ("seed", -(2**64)),
-        ("n", 5),
+        ("n", 1025),
         ("logit_bias", {50: 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.nan}),

@@ -96,6 +96,29 @@ async def test_forced_audit_records_every_request(bare, tmp_path):
     assert row["response"]["choices"][0]["message"]["content"] == "hello"
 
 
+async def test_no_form_of_a_body_evades_a_forced_audit(bare, tmp_path):
+    bare.path = tmp_path / "audit.jsonl"
+    await bare.start(
+        audit_sinks=("jsonl",), audit_output_path=str(bare.path), audit_force_logging=True
+    )
+    bare.one = await bare.worker()
+    marked = await bare.client.post(CHAT, content=b"\xef\xbb\xbf" + json.dumps(body()).encode())
+    raw = b"\x02\x00\x00\x00hi"
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES"}
+    head = {"inputs": [tensor | {"parameters": {"binary_data_size": len(raw)}}]}
+    binary = await bare.client.post(
+        "/v2/models/m/infer",
+        content=json.dumps(head).encode() + raw,
+        headers={"inference-header-content-length": str(len(json.dumps(head)))},
+    )
+    first, second = await rows(bare)
+
+    assert (marked.status_code, binary.status_code) == (200, 200)
+    assert first["request"] == body()
+    assert second["request"].endswith("hi")
+    assert second["response"] == binary.json()
+
+
 async def test_disconnected_client_is_recorded_with_what_it_received(audited):
     audited.one.script = outputs("hey", reason=None)  # and never ends
     async with audited.client.stream("POST", CHAT, json=body(store=True, stream=True)) as answer:

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 import logging
+import os
 import pathlib
 import shutil
 import threading
@@ -424,6 +425,22 @@ async def test_usage_is_written_by_one_thread_at_a_time(bare, tmp_path, monkeypa
     second.join()
 
     assert (tmp_path / "usage.json").exists()
+
+
+async def test_usage_is_on_the_disk_before_it_replaces_the_former(bare, tmp_path, monkeypatch):
+    await bare.start(usage_file=str(tmp_path / "usage.json"))
+    await bare.worker()
+    await bare.chat()
+    sync, sizes = os.fsync, []
+
+    def sync_new(number):
+        sizes.append((os.fstat(number).st_size, (tmp_path / "usage.json").exists()))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", sync_new)
+    bare.frontend._recorder.write_usage()
+
+    assert sizes == [((tmp_path / "usage.json").stat().st_size, False)]
 
 
 async def test_file_of_usage_in_no_directory_is_refused_at_the_start(bare, tmp_path):

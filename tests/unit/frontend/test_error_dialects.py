@@ -60,7 +60,6 @@ def test_unexpected_exception_has_the_same_error_format():
     ("error", "status", "kind"),
     [
         (errors.InvalidRequest("x", param="p"), 400, "invalid_request_error"),
-        (model_errors.ContextTooLong("x"), 400, "invalid_request_error"),
         (model_errors.ModelNotFound("x"), 404, "not_found_error"),
         (errors.Overloaded("x"), 529, "overloaded_error"),
         (errors.NoWorkers("x"), 503, "api_error"),
@@ -74,6 +73,16 @@ def test_error_class_decides_status_and_type_at_anthropic(error, status, kind):
     assert json.loads(error_dialects.ANTHROPIC.body_of(error)) == {
         "type": "error",
         "error": {"type": kind, "message": "x"},
+    }
+
+
+def test_prompt_that_is_too_long_is_called_so_as_by_anthropic():
+    body = json.loads(error_dialects.ANTHROPIC.body_of(model_errors.ContextTooLong("x")))
+
+    assert error_dialects.ANTHROPIC.status_of(model_errors.ContextTooLong("x")) == 400
+    assert body["error"] == {
+        "type": "invalid_request_error",
+        "message": "prompt is too long: x",
     }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from frontend_rig import add_parsed_worker
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
@@ -11,6 +12,8 @@ from dynamo.frontend.batches import runner
 from dynamo.frontend.delivery import sse, streaming
 from dynamo.frontend.model_registry import registered_model
 from dynamo.preprocess import preprocessor
+from dynamo.preprocess.parsers import tool_calls
+from waiting import PATIENT_S
 
 LOST = "an internal error lost the answer"
 SAY = [{"role": "user", "content": "hi"}]
@@ -53,6 +56,19 @@ async def check_fault(rig, monkeypatch, owner, name, path, fields):
 )
 async def test_fault_in_the_last_output_ends_the_answer(narrow, monkeypatch, path, fields):
     answer = await check_fault(narrow, monkeypatch, sse, "finish_reason", path, fields)
+
+    assert LOST in answer.text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_fault_as_a_parser_ends_ends_the_answer(narrow, monkeypatch, is_stream):
+    await add_parsed_worker(narrow)
+    tool = {"type": "function", "function": {"name": "look"}}
+    fields = {"model": "p", "messages": SAY, "stream": is_stream, "tools": [tool]}
+    async with asyncio.timeout(PATIENT_S):
+        answer = await check_fault(
+            narrow, monkeypatch, tool_calls.ToolCallParser, "finish", CHAT[0], fields
+        )
 
     assert LOST in answer.text
 

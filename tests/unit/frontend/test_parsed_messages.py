@@ -64,6 +64,14 @@ async def test_streamed_message_equals_the_whole_message(client):
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
+@pytest.mark.parametrize("thinking", [THINKING, {"type": "disabled"}])
+async def test_stop_sequence_within_a_thought_does_not_end_the_message(client, thinking):
+    message = await ask(client, thinking=thinking, stop_sequences=["so", "ok."])
+
+    assert [block.text for block in message.content if block.type == "text"] == ["I lo"]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "ok.")
+
+
 async def test_answer_that_continues_a_text_is_no_thought_of_a_model_that_always_thinks(rig):
     facts = model_card.ModelRuntimeConfig(reasoning_parser="deepseek_r1")
     worker = await rig.worker("r", runtime_config=facts)

@@ -7,12 +7,12 @@ import shutil
 
 import msgspec
 import pytest
-from frontend_rig import events, outputs
+from frontend_rig import Worker, events, outputs
 
 import collector
 from dynamo.base import errors
 from dynamo.frontend import dispatch, semantic_routing
-from dynamo.protocols import model_card
+from dynamo.protocols import instances, model_card
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
@@ -102,6 +102,37 @@ async def test_answers_of_the_router_carry_the_id_of_the_request(routed):
     assert paths == ["upstream", "cache", "blocked"]
     assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
     assert {answer.headers["x-dynamo-request-id"] for answer in answers} == {"mine"}
+
+
+async def test_answers_of_the_router_are_counted(routed):
+    for text in ("some python", "some python", ATTACK):
+        await routed.chat(text, model="auto")
+
+    counted = {
+        name.partition('model="')[2].partition('"')[0]: number
+        for name, number in (await routed.metrics()).items()
+        if name.startswith("dynamo_frontend_requests_total{") and 'status="success"' in name
+    }
+    assert counted == {"coder": 1, "unknown": 2}
+
+
+@pytest.mark.parametrize("name", ["auto", "MoM"])
+async def test_prompt_is_counted_by_the_default_model_before_one_is_chosen(routed, name):
+    body = {"model": name, "messages": [{"role": "user", "content": "some python"}]}
+    named = body | {"model": "m"}
+
+    for path in ("/v1/messages/count_tokens", "/tokenize"):
+        counted = await routed.client.post(path, json=body)
+        assert counted.json() == (await routed.client.post(path, json=named)).json()
+        assert counted.status_code == 200
+
+
+async def test_name_that_asks_for_a_choice_is_among_the_models(routed):
+    listed = (await routed.client.get("/v1/models")).json()["data"]
+    shown = await routed.client.get("/v1/models/MoM")
+
+    assert [row["id"] for row in listed] == ["coder", "m", "MoM"]
+    assert shown.json() == listed[-1]
 
 
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
@@ -200,6 +231,27 @@ async def test_kserve_is_guarded_and_keeps_its_model(routed, text, status):
     assert len(routed.general.requests) == (3 if status == 200 else 0)
 
 
+async def test_unknown_parameter_of_kserve_is_ignored_behind_the_router_too(routed):
+    body = {"text_input": "hello", "parameters": {"no_such": 1}}
+
+    answer = await routed.client.post("/v2/models/m/generate", json=body)
+
+    assert answer.status_code == 200
+    assert answer.headers["x-dynamo-ignored-parameters"] == "parameters.no_such"
+
+
+async def test_byte_order_mark_is_passed_over_as_without_the_router(routed):
+    body = {"model": "auto", "messages": [{"role": "user", "content": "some python"}]}
+
+    answer = await routed.client.post(
+        "/v1/chat/completions",
+        content=b"\xef\xbb\xbf" + msgspec.json.encode(body),
+        headers={"content-type": "application/json"},
+    )
+
+    assert answer.json()["model"] == "coder"
+
+
 async def test_message_to_the_other_api_is_routed_with_its_system_prompt(routed):
     messages = [{"role": "user", "content": "python"}]
     body = {"model": "auto", "max_tokens": 9, "messages": messages, "system": "Old."}
@@ -284,10 +336,27 @@ async def test_lost_model_is_named_with_its_reason(routed):
     assert "gone: no live worker" in answer.json()["error"]["message"]
 
 
+async def test_model_of_the_decision_is_woken_if_it_lacks_workers_on_purpose(routed):
+    start = instances.WorkerStart(
+        model="coder", namespace="", estimate_s=9.0, is_on_demand=True, context_length=99
+    )
+    await routed.coder.runtime.withdraw()
+    await routed.until(lambda: routed.frontend.models.get("coder") is None)
+    elsewhere = await routed.chat("some python", model="auto")
+    await routed.general.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))
+    await routed.until(lambda: routed.frontend._expected_workers.can_wake())
+    answer = routed.start_task(routed.chat("more python", model="auto"))
+    await routed.until(lambda: routed.frontend._dispatcher.worker_wait._waiting or answer.done())
+    await routed.register(Worker, "coder", routed.coder.name)
+
+    assert elsewhere.json()["model"] == "m"  # while nothing starts it
+    assert (await answer).json()["model"] == "coder"
+
+
 async def test_model_that_takes_no_images_is_known_by_its_card(routed):
     await routed.worker("seeing", runtime_config=model_card.ModelRuntimeConfig(max_images=2))
 
-    live = semantic_routing.LiveModels(routed.frontend.models)
+    live = semantic_routing.LiveModels(routed.frontend.models, lambda model: None)
 
     assert live.find_served("seeing").accepts_images
     assert not live.find_served("m").accepts_images
@@ -428,6 +497,25 @@ async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
 
     assert answer.status_code == 200
     assert answer.headers["x-vsr-selected-model"] == "m"
+
+
+async def test_name_of_choice_tells_no_default_model_that_the_key_may_not_ask(bare, tmp_path):
+    config, keys = tmp_path / "config.yaml", tmp_path / "keys.toml"
+    config.write_text(CONFIG.replace("default_model: m", "default_model: coder"))
+    keys.write_text(KEYS)
+    await bare.start(semantic_router=str(config), api_keys_file=str(keys))
+    await bare.worker("m")
+    await bare.worker("coder")
+    headers = {"authorization": "Bearer sk-limited-0000000000"}
+    body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
+    answers = [
+        await bare.client.post("/tokenize", json=body, headers=headers),
+        await bare.client.get("/v1/models/MoM", headers=headers),
+        await bare.client.get("/v1/models", headers=headers),
+    ]
+
+    assert [answer.status_code for answer in answers] == [404, 404, 200]
+    assert not any("coder" in answer.text for answer in answers)
 
 
 async def test_error_without_a_model_names_none_that_the_key_may_not_ask(bare, tmp_path):

@@ -407,10 +407,11 @@ async def test_metric_shows_the_models_that_lack_workers_on_purpose(rig):
     assert await wakeable(rig) == {"s": 1}
 
 
+@pytest.mark.parametrize("path", ["/health", "/v2/health/ready"])
 @pytest.mark.parametrize("start", [ON_DEMAND, asleep("q", "decode")], ids=["on demand", "asleep"])
-async def test_frontend_without_workers_is_healthy_while_a_request_wakes_a_model(bare, start):
+async def test_frontend_without_workers_is_healthy_while_a_request_wakes_a_model(bare, start, path):
     async def check_health():
-        return (await bare.client.get("/health")).status_code
+        return (await bare.client.get(path)).status_code
 
     await bare.start()
     bare.one = await bare.worker("m")

@@ -18,13 +18,17 @@ async def listening():
     await made.stop(0)
 
 
-@pytest.fixture
-def certificates(tmp_path):
+def renew(directory):
     names = ["-keyout", "tls.key", "-out", "tls.crt", "-subj", "/CN=picker"]
     extension = ["-addext", "subjectAltName=DNS:picker"]
     command = ["openssl", "req", "-x509", *members.KEY, *names, *extension]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    return tmp_path
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    return renew(tmp_path)
 
 
 async def check_health(channel):
@@ -39,14 +43,20 @@ async def test_health_is_told_to_who_asks_by_the_protocol_of_grpc(listening):
     assert await check_health(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == b"\x08\x01"
 
 
-async def test_server_speaks_tls_with_the_certificates_of_a_directory(listening, certificates):
-    read = server.read_certificates(is_secure=True, directory=str(certificates))
-    port = await listening.start("127.0.0.1", 0, read)
+async def test_server_speaks_tls_with_the_certificates_of_a_directory_and_follows_them(
+    listening, certificates
+):
+    directory = str(certificates)
+    port = await listening.start(
+        "127.0.0.1", 0, lambda: server.read_certificates(is_secure=True, directory=directory)
+    )
 
-    credentials = grpc.ssl_channel_credentials((certificates / "tls.crt").read_bytes())
-    options = [("grpc.ssl_target_name_override", "picker")]
-    channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options)
-    assert await check_health(channel) == b"\x08\x01"
+    for _ in range(2):
+        credentials = grpc.ssl_channel_credentials((certificates / "tls.crt").read_bytes())
+        options = [("grpc.ssl_target_name_override", "picker")]
+        channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options)
+        assert await check_health(channel) == b"\x08\x01"
+        renew(certificates)  # by another key
 
 
 @pytest.mark.parametrize(

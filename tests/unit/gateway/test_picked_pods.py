@@ -21,8 +21,9 @@ class Frontend:
         self.asked = []
         self.key = None
         self.down = ()
+        self.is_busy = False
 
-    async def request(self, method, url, content=b"", *, timeout_s, headers):
+    async def request(self, method, url, content=b"", *, timeout_s, headers, response_headers):
         self.asked.append((method, url.removeprefix("http://127.0.0.1:8000"), content, headers))
         is_known = self.key is None or headers.get("authorization") == f"Bearer {self.key}"
         if method == "GET":
@@ -38,6 +39,9 @@ class Frontend:
             return 200, json.dumps({"instances": instances} if is_known else {}).encode()
         if not is_known:
             return 401, b'{"error": {}}'
+        if self.is_busy:
+            response_headers.update({"retry-after": "7", "content-length": "2"})
+            return 429, b"{}"
         if json.loads(content)["stream"] and "prompt_logprobs" in json.loads(content):
             return 400, b'{"error": {}}'
         return 200, b'event: worker_instance_id\n: "8"\n\n'
@@ -203,6 +207,16 @@ async def test_worker_that_the_frontend_has_lost_gets_no_turn(picker, frontend):
     found = [await pick(picker(), "/v1/responses", b"{}") for _ in range(2)]
 
     assert {headers[endpoint_picker.WORKER] for headers in found} == {"8"}
+
+
+async def test_client_is_told_when_to_try_again_as_the_frontend_says(picker, frontend):
+    frontend.is_busy = True
+
+    (answer,) = await answers_of(picker(), "/v1/completions", b'{"model": "a", "prompt": "b"}')
+
+    options = answer.immediate_response.headers.set_headers
+    headers = {option.header.key: option.header.raw_value.decode() for option in options}
+    assert headers == {"content-type": "application/json", "retry-after": "7"}
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/"])

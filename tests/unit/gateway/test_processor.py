@@ -73,6 +73,21 @@ async def test_buffered_body_is_changed_with_its_length(stream):
     assert pairs["x-selected-model"] == "coder"
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize"])
+async def test_prompt_is_counted_by_the_default_model(stream, path):
+    counted = {}
+    for model in ("auto", "coder"):
+        body = msgspec.json.encode({"model": model, "messages": []})
+        _, reply = await ask(stream, body, **{":path": path})
+        common = reply.request_body.response
+        counted[model] = (
+            msgspec.json.decode(common.body_mutation.body)["model"],
+            pairs_of(common.header_mutation)["x-selected-model"],
+        )
+
+    assert counted == {"auto": ("general", "general"), "coder": ("coder", "coder")}
+
+
 async def test_answer_of_another_process_is_asked_for_before_the_request_is_routed(
     stream, routing, monkeypatch
 ):

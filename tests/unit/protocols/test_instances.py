@@ -32,12 +32,18 @@ def test_namespace_may_be_nested():
     assert name.path == "a.b/backend/generate"
 
 
+def test_endpoint_may_be_written_without_its_scheme_as_for_nvidia_dynamo():
+    expected = instances.EndpointName("a.b", "backend", "generate")
+
+    assert instances.EndpointName.parse("a.b.backend.generate") == expected
+
+
 @pytest.mark.parametrize(
     "url",
     [
         "",
         "dyn://",
-        "dynamo.backend.generate",
+        "backend.generate",
         "http://dynamo.backend.generate",
         "dyn://backend.generate",
         "dyn://dynamo..generate",

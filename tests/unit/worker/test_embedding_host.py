@@ -13,7 +13,7 @@ from dynamo.engine import api
 from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.protocols import blocks, encoders, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
-from dynamo.worker import card, embedding_host, health
+from dynamo.worker import card, embedding_host, health, main, model_source, settings
 from waiting import PATIENT_S
 
 FACTS = api.EmbedderFacts(
@@ -293,3 +293,15 @@ async def test_request_that_outlives_the_drain_is_handed_over_to_another_worker(
     with pytest.raises(errors.WorkerLost, match="the worker stops: ask another") as caught:
         await asyncio.wait_for(asked, PATIENT_S)
     assert type(caught.value) is errors.WorkerLost
+
+
+async def test_card_of_an_embedding_worker_has_the_template_of_its_flag(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    worker = settings.WorkerConfig(custom_jinja_template=str(tmp_path / "own.jinja"))
+    embedder = MockEmbedder(context_length=64, dimensions=8)
+    async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
+        host = main.make_embedding_host(worker, embedder, runtime, model_source.built_in())
+        found = await host.start()
+        await host.stop(1)
+
+    assert found.files["chat_template.jinja"].path == str(tmp_path / "own.jinja")

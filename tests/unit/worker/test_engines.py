@@ -100,3 +100,14 @@ def test_error_for_an_engine_without_an_embedder_names_one_with_it(tmp_path):
 
 def _engine(directory, settings, room):
     return directory, settings
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_model_without_safetensors_at_the_hub_is_refused_where_weights_are_read(
+    tmp_path, monkeypatch, engine
+):
+    monkeypatch.setattr(model_source, "resolve", lambda model, **_: tmp_path)
+
+    assert engines.find_model("mocker", "org/model") == tmp_path
+    with pytest.raises(errors.ConfigError, match="'org/model' has no safetensors at the hub"):
+        engines.find_model(engine, "org/model")

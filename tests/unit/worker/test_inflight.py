@@ -208,6 +208,7 @@ def test_request_that_is_handed_over_fails_as_worker_lost(table, engine):
         (msgspec.msgpack.encode(["no", "request"]), errors.RemoteProtocolError),
         (msgspec.msgpack.encode({"id": "r", "model": "m"}), errors.RemoteProtocolError),
         (make_request(n=0), errors.InvalidRequest),
+        (make_request(n=2**40), errors.InvalidRequest),
         (generate.Request(id="r", model="m", token_ids=b""), errors.InvalidRequest),
         (generate.Request(id="r", model="m", token_ids=b"12345"), errors.InvalidRequest),
     ],

@@ -138,6 +138,10 @@ class AnthropicErrors(OpenAiErrors):
         self, message: str, kind: str, *, param: str | None = None, code: str | None = None
     ) -> bytes:
         details = None
+        if (
+            code == model_errors.ContextTooLong.code
+        ):  # clients compact a conversation at these words
+            message = f"prompt is too long: {message}"
         if code == ThreadUnsupported.code:
             details = {"error_code": code, "unsupported": [param]}
         return _encode(AnthropicErrorBody("error", AnthropicErrorObject(kind, message, details)))

@@ -116,7 +116,7 @@ def operations(
     connect: Callable[[instances.EndpointName], client.EndpointClient],
 ) -> Sequence[Operation]:
     """Return the operations that show models, and those that change models on demand."""
-    models, rights = handlers.models, handlers.rights
+    models, rights, semantic = handlers.models, handlers.rights, handlers.pipeline.semantic
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
     @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
@@ -129,6 +129,10 @@ def operations(
             for start in list_on_demand()
             if start.model not in names and rights.may_see(client, start.model)
         ]
+        if semantic is not None:
+            default = handlers.default_of(client, semantic.listed_name)
+            # behind all others: clients without a choice take the first
+            rows += [row | {"id": semantic.listed_name} for row in rows if row["id"] == default]
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
@@ -137,14 +141,17 @@ def operations(
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         is_anthropic = "anthropic-version" in client.request.headers
-        name = client.request.path.removeprefix(PATH + "/")
+        shown = client.request.path.removeprefix(PATH + "/")
         try:
+            name = handlers.default_of(client, shown)
             model = models.get(name)
             start = next((start for start in list_on_demand() if start.model == name), None)
             if model is None and start is not None and rights.may_see(client, name):
                 row = _unloaded_object(start)
             else:
                 row = _model_object(models.find(name, rights.model_filter(client)))
+            if shown != name:
+                row["id"] = shown
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
             dialect = error_dialects.ANTHROPIC if is_anthropic else error_dialects.OPENAI
@@ -197,42 +204,37 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
 
 def _unloaded_object(start: instances.WorkerStart) -> dict[str, Any]:
     """Return a model that is loaded when a request comes for it."""
-    return {
-        "id": start.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "dynamo",
-        "context_window": start.context_length or 0,
-        "max_model_len": start.context_length or 0,
-        "root": start.model,
-        "parent": None,
-        "capabilities": [],
-        "num_workers": 0,
-        "adapters": [],
-    }
+    return _make_object(start.model, 0, start.context_length or 0)
 
 
 def _model_object(model: RegisteredModel) -> dict[str, Any]:
+    cards = [card for replicas in model.replicas.values() for card in replicas.cards.values()]
+    adapters = {name for card in cards for name in card.lora_names if model.base is None}
+    return _make_object(
+        model.name,
+        model.card.created,
+        model.card.context_length,
+        None if model.base is None else model.base.name,
+        capabilities=model.capabilities,
+        num_workers=len(model.instances),
+        adapters=sorted(adapters),
+    )
+
+
+def _make_object(
+    name: str, created: int, context_length: int, parent: str | None = None, **known: Any
+) -> dict[str, Any]:
+    """Return a model in OpenAI's form, with what is known of its workers."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
-        "created": model.card.created,
+        "created": created,
         "owned_by": "dynamo",
-        "context_window": model.card.context_length,
-        "max_model_len": model.card.context_length,
-        "root": model.name if model.base is None else model.base.name,
-        "parent": None if model.base is None else model.base.name,
-        "capabilities": model.capabilities,
-        "num_workers": len(model.instances),
-        "adapters": sorted(
-            {
-                name
-                for replicas in model.replicas.values()
-                for card in replicas.cards.values()
-                for name in card.lora_names
-                if model.base is None
-            }
-        ),
+        "context_window": context_length,
+        "max_model_len": context_length,
+        "root": parent or name,
+        "parent": parent,
+        **({"capabilities": [], "num_workers": 0, "adapters": []} | known),
     }
 
 

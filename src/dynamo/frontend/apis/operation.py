@@ -212,6 +212,7 @@ class RequestHandlers:
 
     async def _find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
         """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
+        name = None if name is None else self.default_of(client, name)
         is_expected = self.pipeline.worker_wait.is_expected
         if name is not None and is_expected(self.models.served_name(name)):
             return await self.pipeline.find_model(name, client)
@@ -224,6 +225,17 @@ class RequestHandlers:
         raise errors.InvalidRequest.of_param(
             "model", f"required where not exactly one is served. Served here: {names or 'none'}."
         )
+
+    def default_of(self, client: exchange.Exchange, name: str) -> str:
+        """Return the default model for a name that asks the semantic router to choose; any other name stays.
+
+        So does each that stands for a model which the client may not ask: no error names that. Raises Unauthenticated.
+        """
+        semantic = self.pipeline.semantic
+        if semantic is None or (default := semantic.default_of(name)) == name:
+            return name
+        default = self.models.served_name(default)
+        return default if self.rights.may_see(client, default) else name
 
     def list_visible(self, client: exchange.Exchange) -> Sequence[RegisteredModel]:
         """Return the ready models that the client's API key allows, by name. Raises Unauthenticated."""

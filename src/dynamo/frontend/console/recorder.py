@@ -8,6 +8,7 @@ of the counters every few seconds. Only while a console is open: the explanation
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -157,6 +158,8 @@ class ConsoleRecorder:
             try:
                 new = self._usage_file.with_name(self._usage_file.name + ".new")
                 new.write_bytes(msgspec.json.encode(self.usage.rows()))
+                with new.open("rb") as written:  # or a host that crashes may leave an empty file
+                    os.fsync(written.fileno())
                 new.replace(self._usage_file)
                 self._num_written = changes
             except OSError as error:

@@ -180,7 +180,10 @@ class Choice:
 
 
 class ParsedChoice(Choice):
-    """A choice that may need a parser. With `is_single_call` it ends with its first tool call."""
+    """A choice that may need a parser. With `is_single_call` it ends with its first tool call.
+
+    Without `stops_in_thoughts` only stop strings behind its thoughts end it.
+    """
 
     __slots__ = (
         "_call",
@@ -190,6 +193,7 @@ class ParsedChoice(Choice):
         "_parser",
         "_parsers",
         "_pieces",
+        "_stops_in_thoughts",
     )
 
     def __init__(
@@ -200,10 +204,15 @@ class ParsedChoice(Choice):
         *,
         has_logprobs: bool,
         is_single_call: bool,
+        stops_in_thoughts: bool = True,
     ) -> None:
         super().__init__(index, text, has_logprobs=has_logprobs)
         self._parsers = parsers
         self._parser: parser.Parser | None = None  # created when text needs one
+        self._stops_in_thoughts = stops_in_thoughts
+        if not stops_in_thoughts:
+            self._parser = parsers.new()
+            text.passes_stops = self._parser.is_reasoning
         self._pieces: list[Piece] = []
         self._is_plain_now = False  # the rest needs no parser
         self._is_single_call = is_single_call
@@ -262,6 +271,8 @@ class ParsedChoice(Choice):
         if self.is_over:
             parsed = [*parsed, *parser.finish()]
         self._is_plain_now = parser.is_plain
+        if not self._stops_in_thoughts:
+            self.text.passes_stops = parser.is_reasoning
         if was_reasoning or (not self._is_plain_now and parser.is_reasoning):
             self.num_reasoning_tokens += num_tokens
         for event in parsed:

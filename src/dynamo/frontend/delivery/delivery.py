@@ -122,6 +122,7 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
             parsers,
             has_logprobs=has_logprobs,
             is_single_call=prompt.is_single_call,
+            stops_in_thoughts=self.request.stops_in_thoughts,
         )
 
 
@@ -403,7 +404,7 @@ class WholeDelivery(Delivery):
         self._texts[number].append(text)
         if reports:
             self._reports[number] += reports
-        if self.settle(choice):
+        if choice.is_over and self.settle(choice):
             self._respond()
 
     def _respond(self) -> None:

@@ -22,11 +22,12 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNOR
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The status of a response, the stream of its body, and how long that is, if the head says it."""
+    """The head of a response with its status, the stream of the body, and how long that is, if the head says it."""
 
     status: int
     body: asyncio.StreamReader
     length: int | None
+    head: bytes = b""
 
 
 def split_url(url: str) -> tuple[parse.SplitResult, int]:
@@ -70,19 +71,19 @@ async def open_response(
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         head = f"{method} {target} HTTP/1.0\r\n{lines}content-length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
-        status, length = await _read_head(reader)
-        yield Response(status, reader, length)
+        yield await _read_head(reader)
     finally:
         writer.close()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int | None]:
-    """Read the head of a response; return its status, and the length of the body. Raises RemoteProtocolError."""
+async def _read_head(reader: asyncio.StreamReader) -> Response:
+    """Read the head of a response, and return the response. Raises RemoteProtocolError."""
     head = b""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         length = _LENGTH.search(head)
-        return int(head.split(None, 2)[1]), None if length is None else int(length[1])
+        num_bytes = None if length is None else int(length[1])
+        return Response(int(head.split(None, 2)[1]), reader, num_bytes, head)
     except asyncio.IncompleteReadError as error:
         head = error.partial
     except (asyncio.LimitOverrunError, ValueError, IndexError):
@@ -99,14 +100,20 @@ async def request(
     headers: Mapping[str, str] = _NO_HEADERS,
     socket_path: str | None = None,
     max_bytes: int = _LIMIT_BYTES,
+    response_headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes]:
     """Send a request, and return the status and the body of the response.
 
+    The headers of the response are added to `response_headers`, by their names in small letters.
     Raises ConfigError as `open_response`, and Unavailable if there is no whole response in time.
     """
     exchange = open_response(method, url, content, headers=headers, socket_path=socket_path)
     try:
         async with asyncio.timeout(timeout_s), exchange as response:
+            if response_headers is not None:
+                lines = response.head.decode("latin-1").splitlines()[1:]
+                fields = (line.partition(":")[::2] for line in lines if line)
+                response_headers.update((name.lower(), value.strip()) for name, value in fields)
             await response.body.readexactly(max_bytes + 1)
     except asyncio.IncompleteReadError as whole:
         if response.length in (None, len(whole.partial)):

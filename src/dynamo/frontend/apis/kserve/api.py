@@ -11,7 +11,7 @@ the same handlers.
 
 import functools
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ from dynamo.frontend.apis.operation import (
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
 
 class GenerateFormatter:
@@ -118,11 +118,14 @@ def parse_target(path: str) -> Target:
 class KserveHandlers:
     """The handlers of all routes."""
 
-    def __init__(self, handlers: RequestHandlers) -> None:
+    def __init__(self, handlers: RequestHandlers, can_wake: Callable[[], bool]) -> None:
+        """`can_wake` says whether a request wakes a model that has no worker on purpose."""
         self._handlers = handlers
+        self._can_wake = can_wake
 
     def show_readiness(self, client: exchange.Exchange) -> None:
-        is_ready = bool(self._handlers.models.ready) and not self._handlers.is_leaving
+        can_answer = bool(self._handlers.models.ready) or self._can_wake()
+        is_ready = can_answer and not self._handlers.is_leaving
         _respond(client, {"ready": is_ready}, 200 if is_ready else 503)
 
     def show_model(self, client: exchange.Exchange) -> None:
@@ -183,7 +186,13 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
     )
 
     def read_texts(body: bytes) -> bytes:
-        request = decode(body)
+        token = json_body.ignored_names.set(
+            []
+        )  # unknown parameters are judged where the body is decoded again
+        try:
+            request = decode(body)
+        finally:
+            json_body.ignored_names.reset(token)
         return msgspec.json.encode({"model": target.model, "prompt": request.prompt})
 
     return pipeline.GenerationApi(
@@ -265,9 +274,11 @@ _TEXT_DETAILS = {
 }
 
 
-def operations(request_handlers: RequestHandlers) -> Sequence[Operation]:
-    """Return the operations of this API."""
-    handlers = KserveHandlers(request_handlers)
+def operations(
+    request_handlers: RequestHandlers, can_wake: Callable[[], bool]
+) -> Sequence[Operation]:
+    """Return the operations of this API; `can_wake` says whether a request wakes a model without workers."""
+    handlers = KserveHandlers(request_handlers, can_wake)
     api = Operations(tag="KServe", dialect=error_dialects.KSERVE, answer=dict[str, Any])
     answer_tensors = functools.partial(
         api.post,
@@ -301,7 +312,9 @@ def operations(request_handlers: RequestHandlers) -> Sequence[Operation]:
     ):
         api.get(path, summary, errors=(400, *ACCESS_ERRORS, 404, 503))(handlers.show_model)
     api.get(
-        "/v2/health/ready", "200 if a model is ready, else 503", other_answers={503: dict[str, Any]}
+        "/v2/health/ready",
+        "200 if a model is ready, or a request would wake one; else 503",
+        other_answers={503: dict[str, Any]},
     )(handlers.show_readiness)
 
     @api.get(PREFIX, "Name and version of this server", errors=ACCESS_ERRORS)

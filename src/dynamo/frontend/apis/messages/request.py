@@ -188,6 +188,10 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
         return True
 
     @property
+    def stops_in_thoughts(self) -> bool:
+        return False
+
+    @property
     def shows_thinking(self) -> bool:
         """True if the answer includes the model's thoughts."""
         is_thinking = any(self.template_args[name] for name in options.SWITCHES)

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects, openapi, tokenize
+from dynamo.frontend.apis import chat, error_dialects, files, openapi, tokenize
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -22,6 +22,7 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.apis.responses import answer, request
 from dynamo.frontend.apis.responses import tools as response_tools
+from dynamo.frontend.batches import lines
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, response_store
@@ -32,8 +33,7 @@ from dynamo.runtime.http import exchange, json_body
 R = TypeVar("R", bound=request.ResponseCountRequest)
 PATH = "/v1/responses"
 _ID_PATH = PATH + "/"
-_MAX_PAGE = 100  # items; OpenAI's limit
-_PAGE_SIZES = frozenset(map(str, range(1, _MAX_PAGE + 1)))
+_MAX_PAGE, _USUAL_PAGE = 100, 20  # items, as with OpenAI
 _decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _MAX_REFERENCED_BYTES = 16 * 2**20  # of the responses whose items one request names
 
@@ -172,7 +172,8 @@ class Responses:
             return
         items = _decode_objects(stored.input_items)
         try:
-            page, has_more = _select_page(items, dict(parse_qsl(client.request.query)))
+            options, _ = files.page_options(client, _MAX_PAGE, _USUAL_PAGE)
+            page, has_more = _select_page(items, options)
         except errors.InvalidRequest as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
             return
@@ -431,27 +432,18 @@ def _response_id(client: exchange.Exchange) -> str:
 
 
 def _select_page(
-    items: list[dict[str, Any]], options: dict[str, str]
+    items: list[dict[str, Any]], options: lines.PageOptions
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the items that `limit`, `order` and `after` select, and whether more follow. Raises InvalidRequest."""
-    limit, order = options.get("limit", "20"), options.get("order", "desc")
-    if limit not in _PAGE_SIZES:
-        raise errors.InvalidRequest.of_param(
-            "limit", f"expected a number from 1 to {_MAX_PAGE}, got {limit[:20]!r}"
-        )
-    if order not in ("asc", "desc"):
-        raise errors.InvalidRequest.of_param(
-            "order", f"expected 'asc' or 'desc', got {order[:20]!r}"
-        )
-    ordered = items if order == "asc" else items[::-1]
-    if (after := options.get("after")) is not None:
+    """Return the items of a page, and whether more follow. Raises InvalidRequest."""
+    ordered = items if options.is_ascending else items[::-1]
+    if options.after is not None:
         ids = [item["id"] for item in ordered]
-        if after not in ids:
+        if options.after not in ids:
             raise errors.InvalidRequest.of_param(
-                "after", f"expected the id of one of the items, got {after[:100]!r}"
+                "after", f"expected the id of one of the items, got {options.after[:100]!r}"
             )
-        ordered = ordered[ids.index(after) + 1 :]
-    return ordered[: int(limit)], len(ordered) > int(limit)
+        ordered = ordered[ids.index(options.after) + 1 :]
+    return ordered[: options.limit], len(ordered) > options.limit
 
 
 def _respond_unknown(client: exchange.Exchange) -> None:
