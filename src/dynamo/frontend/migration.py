@@ -22,7 +22,7 @@ from dynamo.router import retry_rules
 
 
 class MigrationVerdict(enum.Enum):
-    """The decision about a request whose answer ended early."""
+    """The decision about a request after the early end of its answer."""
 
     MIGRATE = enum.auto()
     NOT_LOST = enum.auto()  # another worker could not serve it either

@@ -64,7 +64,7 @@ class ComponentReports:
         await self._publisher.publish_heartbeats(self._measure, runtime.clock, self, is_draining)
 
     def _measure(self) -> Sequence[load.ForwardPassMetrics]:
-        """Return the load of each rank that has a figure; the requests, whose ranks are not known, are the first's."""
+        """Return the load of each rank that has a figure; all requests are counted at the first."""
         adapter = self._runtime.served.adapters.get(self._endpoint)
         unknown = model_card.ModelRuntimeConfig()
         engine = adapter.engine if isinstance(adapter, models.ModelAdapter) else unknown
@@ -84,7 +84,7 @@ class ComponentReports:
         )
 
 
-class KvEventPublisher:
+class EngineEventPublisher:
     """Publishes which KV blocks one data-parallel rank of an engine holds."""
 
     def __init__(
@@ -144,7 +144,7 @@ class KvEventPublisher:
         """Publish consecutive blocks that can now be reused; the first follows `parent_hash`, or begins a prompt.
 
         `token_ids` are those of all blocks, `num_block_tokens` how many each has. Blocks from the first on that is not
-        full, or that has a part of an image, are left out, and so are those whose parent was never published.
+        full, or that has a part of an image, are left out, and so are those behind a parent that was never published.
         `cache_salt` is that of a prompt's first block. Raises ConfigError.
         """
         stored = self._stored(
@@ -236,7 +236,7 @@ class KvEventPublisher:
             await subscriber.close()
 
 
-class WorkerMetricsPublisher:
+class EngineLoadPublisher:
     """Publishes how many KV blocks of an engine requests use; `runtime_config` of the model's card says of how many."""
 
     def __init__(self) -> None:
@@ -273,9 +273,13 @@ def _set_blocks(reports: ComponentReports, dp_rank: int, num_blocks: int) -> Non
 
 
 def _reports_of(endpoint: naming.Endpoint) -> ComponentReports:
-    """Return what this process publishes for the component of an endpoint, whose ranks share one order of events."""
+    """Return what this process publishes for the component of an endpoint; all its ranks together."""
     runtime = models.runtime_of(endpoint)
     key = f"reports of {endpoint.name.namespace}.{endpoint.name.component}"
     if key not in runtime.attached:
         runtime.attached[key] = ComponentReports(runtime, endpoint)
     return cast("ComponentReports", runtime.attached[key])
+
+
+# the names of NVIDIA Dynamo, by which users import them
+KvEventPublisher, WorkerMetricsPublisher = EngineEventPublisher, EngineLoadPublisher

@@ -1,9 +1,9 @@
 """The queue of requests that wait for a permit: bounded, higher priority first, then tenants in turn.
 
 Of one priority, each tenant's first request has the turn of the first that waits there, and its next ones the turns
-after it: a tenant of whom hundreds wait delays another by one request (start-time fair queueing, Goyal et al. 1996,
+after it: a tenant with hundreds of requests delays another by one (start-time fair queueing, Goyal et al. 1996,
 with requests of equal size). Requests of one turn are in order of arrival, as all are where there is one tenant. When
-the queue is full, a request displaces the last one of the tenant of whom most wait, if its own tenant has fewer.
+the queue is full, a request displaces the last one of the tenant with most requests, if its own tenant has fewer.
 
 The queue is short (its bound is a setting), so a sorted list does: a request is added and removed at the cost of a
 bisection and a memmove. `CompletionRate` estimates how long a request will wait.

@@ -306,7 +306,7 @@ class EtcdLease:
 
     @property
     def unanswered_removals(self) -> list[str]:
-        """Return the keys whose removal etcd has not answered yet."""
+        """Return the keys that etcd has not said to be removed yet."""
         return [key for key, value in self._desired.items() if value is None]
 
     async def write(self, etcd: connection.EtcdConnection, *keys: str) -> None:
