@@ -340,7 +340,7 @@ async def test_model_of_the_decision_is_woken_if_it_lacks_workers_on_purpose(rou
     start = instances.WorkerStart(
         model="coder", namespace="", estimate_s=9.0, is_on_demand=True, context_length=99
     )
-    await routed.coder.runtime.withdraw()
+    await routed.coder.runtime.records.withdraw()
     await routed.until(lambda: routed.frontend.models.get("coder") is None)
     elsewhere = await routed.chat("some python", model="auto")
     await routed.general.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))
