@@ -25,7 +25,7 @@ def test_endpoint_follows_from_role_and_flags(argv, environ, expected):
 
 def test_malformed_endpoint_is_refused():
     with pytest.raises(errors.ConfigError, match="expected dyn://namespace"):
-        _ = load("--endpoint", "a.b.c").endpoint_name
+        _ = load("--endpoint", "b.c").endpoint_name
 
 
 def test_health_check_is_off_by_default():
