@@ -69,7 +69,7 @@ class Completion:
         self._failure: errors.DynamoError | None = None
 
     def run(
-        self, server: Server, block_size: int, token_bytes: Callable[[], Sequence[bytes]]
+        self, server: Server, block_size: int, token_bytes: Callable[[], translation.TokenBytes]
     ) -> translation.CompletionPart:
         """Compute the answer to its end, or until it is aborted, and return its last part. Raises DynamoError.
 
@@ -375,6 +375,6 @@ class LlamaLibrary:
             self._on_kv_events(events, 0)
 
     @functools.cached_property
-    def _token_bytes(self) -> list[bytes]:
+    def _token_bytes(self) -> translation.TokenBytes:
         content = (self._directory / "tokenizer.json").read_text("utf-8")
         return translation.token_bytes(json.loads(content))
