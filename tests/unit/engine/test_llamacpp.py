@@ -207,6 +207,25 @@ async def test_weights_are_loaded_by_the_name_of_their_file(tmp_path, monkeypatc
     assert loaded == ["/models/m-00001-of-00002.gguf"]
 
 
+async def test_system_that_is_not_linux_has_all_cores_and_no_guided_answers(tmp_path, monkeypatch):
+    config = {"max_position_embeddings": 512, "kv_bytes_per_token": 1, "vocab_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.gguf").touch()
+    threads = []
+    monkeypatch.setattr(
+        engine.xllamacpp, "Server", lambda params: threads.append(params.cpuparams.n_threads)
+    )
+    monkeypatch.setattr(engine.sys, "platform", "darwin")
+    monkeypatch.delattr(engine.os, "sched_getaffinity")
+    monkeypatch.setattr(engine.os, "cpu_count", lambda: 7)
+    library = engine.LlamaLibrary(tmp_path, LlamacppConfig())
+    facts = await library.start(lambda events, rank: None)
+    await library.stop()
+
+    assert threads == [7]
+    assert not facts.supports_guided
+
+
 def test_context_is_what_the_memory_for_kv_holds():
     config = json.loads('{"max_position_embeddings": 40960, "kv_bytes_per_token": 114688}')
 

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -222,7 +223,8 @@ class LlamaLibrary:
         params.n_ubatch = min(512, settings.max_num_batched_tokens)
         params.n_batch = settings.max_num_batched_tokens
         params.n_gpu_layers = settings.gpu_layers
-        num_threads = settings.threads or len(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+        num_threads = settings.threads or len(cores)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
         params.cache_ram_mib, params.cache_idle_slots = 0, False  # what slots keep, we decide
         params.fit_params = params.enable_chat_template = params.ui = False
@@ -245,7 +247,7 @@ class LlamaLibrary:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_prompt_logprobs=False,
             supports_thinking_limit=False,
-            supports_guided=True,
+            supports_guided=sys.platform == "linux",  # where a trial can be ended
         )
 
     @property
