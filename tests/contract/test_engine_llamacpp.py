@@ -83,6 +83,10 @@ FORMS = {
     "choice": ({"choice": ("ab", "ba")}, r"ab|ba"),
     "regex": ({"regex": "(ab){2}"}, "abab"),
     "lark": ({"grammar": 'start: "b" "ab"'}, "bab"),
+    "lark of our names": (
+        {"grammar": 'start: answer TEXT // start "\nanswer: "b"\nTEXT: /ab/'},
+        "bab",
+    ),
     "gbnf": ({"grammar": 'root ::= "a" "b"'}, "ab"),
 }
 

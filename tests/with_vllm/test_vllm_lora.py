@@ -102,6 +102,21 @@ async def test_an_adapter_of_the_start_answers_only_its_own_requests(host):
     assert said == again != plain
 
 
+async def test_adapter_of_the_start_that_cannot_be_loaded_is_refused_by_name(
+    place, tmp_path, monkeypatch
+):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    settings = VllmConfig(
+        engine_args=(*FLAGS.split(), "--enable-lora"), lora_modules=(f"poet={tmp_path}",)
+    )
+    engine = adapter.build(place / "model", settings, "m")
+
+    with pytest.raises(errors.ConfigError, match="--lora-modules poet="):
+        await engine.start(None)
+    await engine.stop()
+
+
 async def test_evicted_blocks_of_an_adapter_are_loaded_for_it_alone(host):
     said = await written(host, "first", "clerk")
     for number in range(2):  # they fill vLLM's 24 blocks

@@ -29,6 +29,7 @@ from dynamo.kvbm import pool as pools
 from dynamo.protocols import generate, kv_events
 
 MAX_QUEUED = 4096  # blocks that wait to be copied to one tier
+PRIORITY_S = 600.0  # after a block's last use, its priority above 0 counts no more
 
 
 class CachedBlock(NamedTuple):
@@ -361,16 +362,20 @@ class Tier:
         evictable = [
             entry
             for entry in first_of_groups
-            if entry.priority <= priority and not (entry.is_pinned and self._is_kept(entry))
+            if self._urgency(entry) <= priority and not (entry.is_pinned and self._is_kept(entry))
         ]
         if not evictable:
             return False
-        oldest = min(evictable, key=lambda e: (self._is_kept(e), e.priority, e.used_at))
+        oldest = min(evictable, key=lambda e: (self._is_kept(e), self._urgency(e), e.used_at))
         self.num_evicted += len(oldest.segment)
         if not oldest.was_read and not self.is_below(oldest.block.sequence_hash):
             self.num_evicted_unread += len(oldest.segment)
         self.drop(oldest)
         return True
+
+    def _urgency(self, entry: TierBlock) -> int:
+        """Return the priority; once no request uses the block, it must not bar others for ever."""
+        return entry.priority if self.now < entry.used_at + PRIORITY_S else min(entry.priority, 0)
 
     def _is_kept(self, entry: TierBlock) -> bool:
         return entry.used_at + entry.ttl_s > self.now

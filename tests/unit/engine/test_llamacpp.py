@@ -75,17 +75,24 @@ def test_published_blocks_are_those_that_slots_keep(steps):
     assert replay(events).keys() == kept
 
 
+def ids_of(pieces):
+    return {piece: token for token, piece in enumerate(pieces)}
+
+
 def test_withheld_tokens_are_recovered_by_their_bytes():
     pieces = ["hi ", "é", "x"]
     token_bytes = [text.encode() for text in pieces] + [b"\xf0\x9f", b"\x98", b"\x80", b"\x98\x80"]
+    known = token_bytes, ids_of(token_bytes)
 
-    assert translation.recover("hi 😀", 5, 3, token_bytes) == (0, 3, 4)
-    assert translation.recover("😀", 6, 1, token_bytes) == (3,)
-    assert translation.recover("\ufffdx", 2, 1, token_bytes) is None
+    assert translation.recover("hi 😀", 5, 3, known) == (0, 3, 4)
+    assert translation.recover("😀", 6, 1, known) == (3,)
+    assert translation.recover("\ufffdx", 2, 1, known) is None
 
 
 def test_tokens_withheld_before_a_special_token_beyond_the_vocabulary_are_recovered():
-    assert translation.recover("hi é", 9, 2, [b"hi ", "é".encode()]) == (0, 1)
+    pieces = [b"hi ", "é".encode()]
+
+    assert translation.recover("hi é", 9, 2, (pieces, ids_of(pieces))) == (0, 1)
 
 
 def test_bytes_of_tokens_are_those_of_the_tokenizer():
@@ -98,9 +105,11 @@ def test_bytes_of_tokens_are_those_of_the_tokenizer():
     other = {"decoder": None, "added_tokens": [], "model": {"vocab": {"▁cat": 0, "<0xF0>": 1}}}
     unigram = {"decoder": None, "model": {"vocab": [["▁cat", -1.5], ["<0xF0>", 0.0]]}}
 
-    assert translation.token_bytes(byte_level) == [b" cat", b"\xf0\x9f\x98", b""]
-    assert translation.token_bytes(other) == [b" cat", b"\xf0"]
-    assert translation.token_bytes(unigram) == [b" cat", b"\xf0"]
+    assert translation.token_bytes(byte_level) == (
+        [b" cat", b"\xf0\x9f\x98", b""], {b" cat": 0, b"\xf0\x9f\x98": 1}
+    )  # fmt: skip
+    assert translation.token_bytes(other)[0] == [b" cat", b"\xf0"]
+    assert translation.token_bytes(unigram) == ([b" cat", b"\xf0"], {b" cat": 0, b"\xf0": 1})
 
 
 def options(**fields):
@@ -196,6 +205,25 @@ async def test_weights_are_loaded_by_the_name_of_their_file(tmp_path, monkeypatc
     await library.stop()
 
     assert loaded == ["/models/m-00001-of-00002.gguf"]
+
+
+async def test_system_that_is_not_linux_has_all_cores_and_no_guided_answers(tmp_path, monkeypatch):
+    config = {"max_position_embeddings": 512, "kv_bytes_per_token": 1, "vocab_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.gguf").touch()
+    threads = []
+    monkeypatch.setattr(
+        engine.xllamacpp, "Server", lambda params: threads.append(params.cpuparams.n_threads)
+    )
+    monkeypatch.setattr(engine.sys, "platform", "darwin")
+    monkeypatch.delattr(engine.os, "sched_getaffinity")
+    monkeypatch.setattr(engine.os, "cpu_count", lambda: 7)
+    library = engine.LlamaLibrary(tmp_path, LlamacppConfig())
+    facts = await library.start(lambda events, rank: None)
+    await library.stop()
+
+    assert threads == [7]
+    assert not facts.supports_guided
 
 
 def test_context_is_what_the_memory_for_kv_holds():

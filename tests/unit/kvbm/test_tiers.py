@@ -68,6 +68,20 @@ def test_block_of_higher_priority_is_not_evicted_for_a_lower_one():
     assert held(tier, 1) == [1]
 
 
+def test_block_that_no_request_uses_loses_its_priority_after_a_while():
+    tier = make_tier(2)
+    store(tier, 1, priority=1)
+    store(tier, 2, priority=1)
+    tier.now = tiers.PRIORITY_S
+    tier.touch([2])
+
+    assert tier.reserve((block(3),), -1) is None
+    store(tier, 3)
+    assert held(tier, 1, 2, 3) == [2, 3]
+    assert tier.reserve((block(4),), 0) is not None
+    assert held(tier, 2, 3) == [2]
+
+
 def test_block_that_a_copy_reads_is_not_evicted():
     tier = make_tier(1)
     store(tier, 1)

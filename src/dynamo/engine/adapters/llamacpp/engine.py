@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +70,7 @@ class Completion:
         self._failure: errors.DynamoError | None = None
 
     def run(
-        self, server: Server, block_size: int, token_bytes: Callable[[], Sequence[bytes]]
+        self, server: Server, block_size: int, token_bytes: Callable[[], translation.TokenBytes]
     ) -> translation.CompletionPart:
         """Compute the answer to its end, or until it is aborted, and return its last part. Raises DynamoError.
 
@@ -222,7 +223,8 @@ class LlamaLibrary:
         params.n_ubatch = min(512, settings.max_num_batched_tokens)
         params.n_batch = settings.max_num_batched_tokens
         params.n_gpu_layers = settings.gpu_layers
-        num_threads = settings.threads or len(os.sched_getaffinity(0))
+        cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+        num_threads = settings.threads or len(cores)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
         params.cache_ram_mib, params.cache_idle_slots = 0, False  # what slots keep, we decide
         params.fit_params = params.enable_chat_template = params.ui = False
@@ -245,7 +247,7 @@ class LlamaLibrary:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_prompt_logprobs=False,
             supports_thinking_limit=False,
-            supports_guided=True,
+            supports_guided=sys.platform == "linux",  # where a trial can be ended
         )
 
     @property
@@ -375,6 +377,6 @@ class LlamaLibrary:
             self._on_kv_events(events, 0)
 
     @functools.cached_property
-    def _token_bytes(self) -> list[bytes]:
+    def _token_bytes(self) -> translation.TokenBytes:
         content = (self._directory / "tokenizer.json").read_text("utf-8")
         return translation.token_bytes(json.loads(content))

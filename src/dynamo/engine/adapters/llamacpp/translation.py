@@ -32,6 +32,10 @@ _OWN_NAME = re.compile(
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+TokenBytes = tuple[Sequence[bytes], Mapping[bytes, int]]
+"""The bytes of each token by its id, and the ids by the bytes."""
+
+
 class CompletionPart(NamedTuple):
     """Some tokens of a choice as they came; `finish` and `stop_token` end it."""
 
@@ -133,7 +137,7 @@ def translate_output(part: CompletionPart, index: int, *, is_first: bool) -> gen
 
 
 def recover(
-    text: str, last_token: int, num_missing: int, token_bytes: Sequence[bytes]
+    text: str, last_token: int, num_missing: int, token_bytes: TokenBytes
 ) -> tuple[int, ...] | None:
     """Return the `num_missing` tokens before `last_token` that make this text with it.
 
@@ -141,10 +145,10 @@ def recover(
     bytes that are no text.
     """
     # a special token has no text here, and may lie behind the vocabulary of a tokenizer.json beside the file
-    whole, end = text.encode(), token_bytes[last_token] if last_token < len(token_bytes) else b""
+    pieces, ids = token_bytes
+    whole, end = text.encode(), pieces[last_token] if last_token < len(pieces) else b""
     if not whole.endswith(end):
         return None
-    ids = {piece: token for token, piece in enumerate(token_bytes) if piece}
 
     def split(rest: bytes, num_tokens: int) -> tuple[int, ...] | None:
         if not num_tokens:
@@ -158,8 +162,8 @@ def recover(
     return split(whole[: len(whole) - len(end)], num_missing)
 
 
-def token_bytes(tokenizer: Mapping[str, Any]) -> list[bytes]:
-    """Return the bytes of each token of a decoded tokenizer.json, by id."""
+def token_bytes(tokenizer: Mapping[str, Any]) -> TokenBytes:
+    """Return the bytes of the tokens of a decoded tokenizer.json. It takes a tenth of a second."""
     is_byte_level = (tokenizer.get("decoder") or {}).get("type") == "ByteLevel"
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -179,7 +183,7 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> list[bytes]:
             pieces[token] = bytes((int(byte[1], 16),))
         else:
             pieces[token] = text.replace("▁", " ").encode()
-    return pieces
+    return pieces, {piece: token for token, piece in enumerate(pieces) if piece}
 
 
 def compose_grammar(guided: generate.GuidedDecoding) -> str:

@@ -99,6 +99,15 @@ class VllmLibrary:
                 endpoints, self._args.data_parallel_size
             )
         self._llm = await versions.start(self._args, config, self._load.record)
+        # vLLM's engine would end with the first request for an adapter that it cannot load.
+        for lora in self._loras.values():
+            try:
+                await self._llm.add_lora(lora)
+            except Exception as error:
+                await self.stop()
+                raise errors.ConfigError(
+                    f"--lora-modules {lora.lora_name}={lora.lora_path}: vLLM cannot load it: {error}"
+                ) from error
         structured = config.structured_outputs_config
         self._guided_support = shared.GuidedSupport(
             structured.backend, bool(structured.reasoning_parser)
