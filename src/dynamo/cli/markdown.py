@@ -45,7 +45,8 @@ class MarkdownWriter:
     def _push_char(self, char: str) -> str:
         if char == "\n":
             return self._end_line()
-        if char in " \t":
+        has_fence = self._is_line_start and self._word.startswith(_FENCE)
+        if char in " \t" and not has_fence:  # the line of a fence is one word
             shown = self._end_word()
             self._blanks += char
             return shown
@@ -58,7 +59,8 @@ class MarkdownWriter:
         return self._end_word() if is_long else ""
 
     def _end_line(self) -> str:
-        if self._is_line_start and self._word.startswith(_FENCE):
+        is_fence = self._word.startswith(_FENCE) and "`" not in self._word.lstrip("`")
+        if self._is_line_start and is_fence:
             self._is_fenced = not self._is_fenced
             shown = "" if self._has_styles else self._word + "\n"
             self._word = self._blanks = ""

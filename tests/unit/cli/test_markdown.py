@@ -39,6 +39,7 @@ def test_words_wrap_whole(has_styles):
         ("* one\n- two", "• one\n• two"),
         ("```python\nx = 1  # **no**\n```\n", f"{CODE}x = 1  # **no**\n{END}"),
         ("**open\nnext", f"{BOLD}open{END}\nnext"),
+        ("```python title=x.py\n*no*\n``` \n*it*", f"{CODE}*no*\n{END}{ITALIC}it{END}"),
         ("```\nx = 1\n```", f"{CODE}x = 1\n{END}"),  # as most answers end
         ("```\nx = 1", f"{CODE}x = 1{END}"),
         ("**open", f"{BOLD}open{END}"),
