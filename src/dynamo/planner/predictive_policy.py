@@ -230,7 +230,7 @@ class PredictivePolicy:
         ordered = sizing.workers(later_rate * margin, extra_per_s=extra_per_s)
         if self._targets.mode == "disagg":  # decode has its own headroom, and slows down evenly
             ordered = Replicas(ordered.prefill, needed.decode)
-        if self._targets.mode in ("disagg", "decode"):
+        if self._targets.mode != "prefill":
             held, soon = self._decode_workers_in_use(observation, sizing)
             kept = max(held, min(soon, present.decode))
             needed = needed._replace(decode=max(needed.decode, kept))
@@ -243,8 +243,7 @@ class PredictivePolicy:
                 for now, up, least, keep in zip(present, ordered, needed, retained, strict=True)
             )
         )
-        is_idle = not (traffic.num_requests or num_waiting or observation.num_open)
-        if is_idle and max(rates) * lead_s < 0.5:
+        if not policies.has_load(observation, traffic) and max(rates) * lead_s < 0.5:
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),

@@ -229,6 +229,17 @@ def test_unreachable_itl_gets_no_more_workers_than_a_loose_one(mode):
     assert strict <= loose
 
 
+@pytest.mark.parametrize("mode", ["agg", "disagg", "decode"])
+def test_workers_stay_for_long_answers_that_have_not_ended_yet(mode):
+    """Short ones that ended say nothing of them, and no new request comes."""
+    policy = make_policy(mode=mode)
+    propose(policy, observe(num_requests=10, num_prefill=0, num_decode=4, kv_usage=0.3))
+    load = PoolLoad(kv_usage=0.3, num_running=200)
+    later = observe(at=10, num_requests=0, num_prefill=0, num_decode=4, decode_load=load)
+
+    assert propose(policy, later).replicas.decode == 4
+
+
 def test_decode_worker_is_counted_for_one_answer_at_least():
     """Next to the ITL of an idle worker there may be no hundredth of a large cache that holds the target."""
     points = [DecodePoint(n / 1000, 1000.0, 0.01 * n, 100.0) for n in (1, 10, 100, 1000)]
