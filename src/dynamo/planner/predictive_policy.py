@@ -438,7 +438,8 @@ class Sizing:
 
         A share of its time goes to prompts, so a decode step takes longer by as much: find the rate at which both fit.
         """
-        low, high = 0.0, 1 / self._service_s
+        without_prompts = self._decode_rate(self._itl_s) / self._shape.osl
+        low, high = 0.0, min(1 / self._service_s, without_prompts)
         for _ in range(12):
             rate = (low + high) / 2
             free_share = 1 - rate * self._service_s

@@ -17,7 +17,7 @@ from dynamo.planner.predictive_policy import (
 )
 from dynamo.planner.profile import DecodePoint, DecodeSurface, WorkerProfile
 from dynamo.protocols.load import ForwardPass
-from planner_cases import make_profile, observe
+from planner_cases import make_profile, make_steady_profile, observe
 
 
 def make_policy(mode="disagg", corrects=True, **targets):
@@ -238,6 +238,19 @@ def test_workers_stay_for_long_answers_that_have_not_ended_yet(mode):
     later = observe(at=10, num_requests=0, num_prefill=0, num_decode=4, decode_load=load)
 
     assert propose(policy, later).replicas.decode == 4
+
+
+def test_aggregated_worker_answers_short_prompts_as_fast_as_it_decodes():
+    """20 tokens of a prompt take nothing beside 30,000 of an answer."""
+    profile = make_steady_profile()
+    shape = RequestShape(isl=20, osl=30_000, context=15_020)
+    targets, headroom = Targets(mode="agg"), Headroom()
+    sizing = Sizing(profile, targets, headroom, shape, burstiness=1.0)
+    best = profile.decode.best_rate(targets.itl_s, shape.context)
+
+    assert sizing.prompts_per_s == pytest.approx(
+        headroom.most_busy * best.throughput / shape.osl, rel=0.01
+    )
 
 
 def test_decode_worker_is_counted_for_one_answer_at_least():
