@@ -230,7 +230,7 @@ class PredictivePolicy:
         ordered = sizing.workers(later_rate * margin, extra_per_s=extra_per_s)
         if self._targets.mode == "disagg":  # decode has its own headroom, and slows down evenly
             ordered = Replicas(ordered.prefill, needed.decode)
-        if self._targets.mode in ("disagg", "decode"):
+        if self._targets.mode != "prefill":
             held, soon = self._decode_workers_in_use(observation, sizing)
             kept = max(held, min(soon, present.decode))
             needed = needed._replace(decode=max(needed.decode, kept))
@@ -243,8 +243,7 @@ class PredictivePolicy:
                 for now, up, least, keep in zip(present, ordered, needed, retained, strict=True)
             )
         )
-        is_idle = not (traffic.num_requests or num_waiting or observation.num_open)
-        if is_idle and max(rates) * lead_s < 0.5:
+        if not policies.has_load(observation, traffic) and max(rates) * lead_s < 0.5:
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
@@ -357,7 +356,7 @@ class Sizing:
         num_gpus = targets.decode_gpus if targets.mode == "agg" else targets.prefill_gpus
         self._service_s = shape.isl / (profile.prefill.tokens_per_s(shape.isl) * num_gpus)
         self._decode = profile.decode
-        self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
+        self._itl_s = targets.itl_s
         self.unreachable = (
             f"TTFT of {targets.ttft_s * 1e3:.0f} ms: a prompt of {shape.isl:.0f} new tokens alone takes"
             f" {own_s * 1e3:.0f} ms; scaling for throughput"
@@ -366,10 +365,12 @@ class Sizing:
         )
         least_itl_s = profile.decode.itl_s(0.0, shape.context)
         if least_itl_s > targets.itl_s:
+            self._itl_s = math.inf  # emptier workers would not meet it either
             self.unreachable = (
                 f"ITL of {targets.itl_s * 1e3:.0f} ms: an idle worker takes {least_itl_s * 1e3:.0f} ms;"
                 " scaling for throughput"
             )
+        self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
 
     @property
     def prompts_per_s(self) -> float:
@@ -391,7 +392,7 @@ class Sizing:
         num_prefill = math.ceil(total * self._service_s / self._busy_limit - 1e-9)
         if self._waits_s:
             num_prefill = max(num_prefill, self._for_waiting_time(requests_per_s))
-        rate = self._decode_rate(self._targets.itl_s)
+        rate = self._decode_rate(self._itl_s)
         return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
 
     def most_requests_per_s(self, replicas: Replicas) -> float:
@@ -411,9 +412,9 @@ class Sizing:
 
     def decode_workers_for(self, num_tokens: float) -> int:
         """Return the least decode workers that hold so many tokens in their KV caches."""
-        fullest = self._decode.best_rate(self._targets.itl_s, self._shape.context).kv_usage
+        fullest = self._decode.best_rate(self._itl_s, self._shape.context).kv_usage
         most = fullest * self._headroom.most_busy * self._decode.max_kv_tokens
-        return math.ceil(num_tokens / max(1.0, most) - 1e-9)
+        return math.ceil(num_tokens / max(self._shape.context, most) - 1e-9)
 
     @property
     def _busy_limit(self) -> float:
@@ -437,10 +438,11 @@ class Sizing:
 
         A share of its time goes to prompts, so a decode step takes longer by as much: find the rate at which both fit.
         """
-        low, high = 0.0, 1 / self._service_s
+        without_prompts = self._decode_rate(self._itl_s) / self._shape.osl
+        low, high = 0.0, min(1 / self._service_s, without_prompts)
         for _ in range(12):
             rate = (low + high) / 2
             free_share = 1 - rate * self._service_s
-            decode_rate = self._decode_rate(self._targets.itl_s * free_share) * free_share
+            decode_rate = self._decode_rate(self._itl_s * free_share) * free_share
             low, high = (rate, high) if rate * self._shape.osl <= decode_rate else (low, rate)
         return max(low, 1e-9)

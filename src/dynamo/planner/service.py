@@ -114,11 +114,7 @@ class Leadership:
     """The election of the planner that acts: the oldest one with a living lease."""
 
     def __init__(
-        self,
-        registry: discovery.Discovery,
-        namespace: str,
-        instance_id: int,
-        clock: clocks.Clock,
+        self, registry: discovery.Discovery, namespace: str, instance_id: int, clock: clocks.Clock
     ) -> None:
         self._registry = registry
         self.namespace = namespace

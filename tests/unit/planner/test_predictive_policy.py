@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 from dynamo.planner import predictors
 from dynamo.planner.observation import Fresh, PoolLoad, PoolState, ReportedLoad, Traffic
 from dynamo.planner.policies import Targets
-from dynamo.planner.predictive_policy import Forecast, PredictivePolicy
+from dynamo.planner.predictive_policy import (
+    Forecast,
+    Headroom,
+    PredictivePolicy,
+    RequestShape,
+    Sizing,
+)
+from dynamo.planner.profile import DecodePoint, DecodeSurface, WorkerProfile
 from dynamo.protocols.load import ForwardPass
-from planner_cases import make_profile, observe
+from planner_cases import make_profile, make_steady_profile, observe
 
 
 def make_policy(mode="disagg", corrects=True, **targets):
@@ -209,6 +216,53 @@ def test_unreachable_target_does_not_add_workers_without_end():
 
 def test_unreachable_itl_is_called_so():
     assert "ITL" in propose(make_policy(itl_s=0.005), observe()).unreachable
+
+
+@pytest.mark.parametrize("mode", ["agg", "disagg"])
+def test_unreachable_itl_gets_no_more_workers_than_a_loose_one(mode):
+    """Half-empty workers do not meet it either."""
+    strict, loose = (
+        propose(make_policy(mode=mode, itl_s=itl_s), observe(num_requests=300)).replicas.decode
+        for itl_s in (0.005, 10.0)
+    )
+
+    assert strict <= loose
+
+
+@pytest.mark.parametrize("mode", ["agg", "disagg", "decode"])
+def test_workers_stay_for_long_answers_that_have_not_ended_yet(mode):
+    """Short ones that ended say nothing of them, and no new request comes."""
+    policy = make_policy(mode=mode)
+    propose(policy, observe(num_requests=10, num_prefill=0, num_decode=4, kv_usage=0.3))
+    load = PoolLoad(kv_usage=0.3, num_running=200)
+    later = observe(at=10, num_requests=0, num_prefill=0, num_decode=4, decode_load=load)
+
+    assert propose(policy, later).replicas.decode == 4
+
+
+def test_aggregated_worker_answers_short_prompts_as_fast_as_it_decodes():
+    """20 tokens of a prompt take nothing beside 30,000 of an answer."""
+    profile = make_steady_profile()
+    shape = RequestShape(isl=20, osl=30_000, context=15_020)
+    targets, headroom = Targets(mode="agg"), Headroom()
+    sizing = Sizing(profile, targets, headroom, shape, burstiness=1.0)
+    best = profile.decode.best_rate(targets.itl_s, shape.context)
+
+    assert sizing.prompts_per_s == pytest.approx(
+        headroom.most_busy * best.throughput / shape.osl, rel=0.01
+    )
+
+
+def test_decode_worker_is_counted_for_one_answer_at_least():
+    """Next to the ITL of an idle worker there may be no hundredth of a large cache that holds the target."""
+    points = [DecodePoint(n / 1000, 1000.0, 0.01 * n, 100.0) for n in (1, 10, 100, 1000)]
+    surface = DecodeSurface(points, max_kv_tokens=1_000_000)
+    profile = WorkerProfile(prefill=make_profile().prefill, decode=surface)
+    shape = RequestShape(isl=950, osl=100, context=1000)
+    targets = Targets(mode="disagg", itl_s=0.011)
+    sizing = Sizing(profile, targets, Headroom(), shape, burstiness=1.0)
+
+    assert sizing.decode_workers_for(20_000) == 20
 
 
 @pytest.mark.parametrize("mode", ["agg", "disagg"])
