@@ -365,7 +365,7 @@ async def test_a_prompt_as_long_as_the_context_is_refused_with_the_numbers(host)
         ([], {}, "prompt"),
         ([5], {"max_tokens": 0}, "max_tokens"),
         ([5], {"n": 0}, "n"),
-        ([5], {"n": 9}, "n"),
+        ([5], {"n": 1025}, "n"),
         ([5], {"logprobs": 21}, "logprobs"),
         ([5], {"seed": 2**64}, "seed"),
     ],
