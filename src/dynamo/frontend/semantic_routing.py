@@ -4,13 +4,14 @@ It is imported only where `--semantic-router` is set, because its libraries are 
 router's own answers; an API of another shape gets its error where a guard refuses.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.frontend import pipeline
+from dynamo.frontend import pipeline, waiting
 from dynamo.frontend.admission import authentication
 from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
@@ -74,13 +75,18 @@ class SemanticRouting:
         clock: clocks.Clock,
         rights: authentication.ClientRights,
         find_wakeable: FindWakeable,
+        worker_wait: waiting.WorkerWait,
         runtime: component.DistributedRuntime | None = None,
     ) -> None:
         """`rights` say which models a client may ask, and `find_wakeable` which lack workers on purpose.
 
+        `worker_wait` has requests wait while no model that may answer them has a worker.
+
         `runtime` finds the process of the encoders, if the configuration names any, in its own namespace.
         """
         self._rights = rights
+        self._models = models
+        self._worker_wait = worker_wait
         self._service = service.RoutingService(
             Path(path), metrics_registry, clock, LiveModels(models, find_wakeable)
         )
@@ -135,10 +141,7 @@ class SemanticRouting:
         def route(body: bytes) -> routing_outcome.RoutedRequest:
             return self._service.route(body, headers, tenant, None, classifiers, barred, api)
 
-        if read_texts is not None:
-            outcome = await exchange.decode_apart(original, route)
-        else:
-            outcome = await client.decode_body(route)
+        outcome = await self._route_or_wait(client, original, route, barred)
         if outcome.answer is None:
             first = outcome  # of a large body no copy is kept for a second model
 
@@ -176,6 +179,32 @@ class SemanticRouting:
             headers=(*id_headers, *outcome.answer_headers()),
         )
         return client, outcome.body, functools.partial(_explain, outcome)
+
+    async def _route_or_wait(
+        self,
+        client: exchange.Exchange,
+        read_body: bytes,
+        route: Callable[[bytes], routing_outcome.RoutedRequest],
+        barred: Container[str],
+    ) -> routing_outcome.RoutedRequest:
+        """Return the outcome of a request; while no model has a worker, the default one is waited for as if named."""
+        name = self.default_of(self.listed_name)
+
+        async def find() -> None:
+            self._models.find(name)
+
+        try:
+            if read_body is client.request.body:
+                return await client.decode_body(route)
+            return await exchange.decode_apart(read_body, route)
+        except errors.NoWorkers:
+            if name in barred:
+                raise
+        with contextlib.suppress(errors.DynamoError):
+            served_name = self._models.served_name(name)
+            wait = self._worker_wait.until_served
+            await wait(find, served_name, is_over=lambda: client.is_closed)
+        return await exchange.decode_apart(read_body, route)
 
     def _barred_models(self, client: exchange.Exchange) -> dict[str, str]:
         """Return the models that the client's key may not ask."""

@@ -145,6 +145,7 @@ class Frontend:
                 self._clock,
                 self._admission.rights,
                 self._expected_workers.find_wakeable,
+                worker_wait,
                 runtime,
             )
         request_pipeline = pipeline.Pipeline(

@@ -353,6 +353,16 @@ async def test_model_of_the_decision_is_woken_if_it_lacks_workers_on_purpose(rou
     assert (await answer).json()["model"] == "coder"
 
 
+async def test_request_waits_for_the_default_model_as_if_it_had_named_it(routed):
+    await routed.general.runtime.withdraw()
+    await routed.until(lambda: routed.frontend.models.get("m") is None)
+    answer = routed.start_task(routed.chat("hello", model="auto"))
+    await routed.until(lambda: routed.frontend._dispatcher.worker_wait._waiting or answer.done())
+    await routed.register(Worker, "m", routed.general.name)
+
+    assert (await answer).json()["model"] == "m"
+
+
 async def test_model_that_takes_no_images_is_known_by_its_card(routed):
     await routed.worker("seeing", runtime_config=model_card.ModelRuntimeConfig(max_images=2))
 
