@@ -57,7 +57,7 @@ def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deploymen
         str(others[1]),
     )
     deployment.run("dynamo.semantic_router", "--config", str(config), *flags)
-    frontend.await_models([MODEL])
+    frontend.await_models([MODEL, "MoM"])
 
     def ask_router():
         url = f"http://127.0.0.1:{api_port}/api/v1/classify/security"
