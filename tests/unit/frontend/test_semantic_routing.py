@@ -354,7 +354,7 @@ async def test_model_of_the_decision_is_woken_if_it_lacks_workers_on_purpose(rou
 
 
 async def test_request_waits_for_the_default_model_as_if_it_had_named_it(routed):
-    await routed.general.runtime.withdraw()
+    await routed.general.runtime.records.withdraw()
     await routed.until(lambda: routed.frontend.models.get("m") is None)
     answer = routed.start_task(routed.chat("hello", model="auto"))
     await routed.until(lambda: routed.frontend._dispatcher.worker_wait._waiting or answer.done())
