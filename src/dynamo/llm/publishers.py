@@ -123,9 +123,9 @@ class EngineEventPublisher:
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
             endpoints = kv_subscriber.PublisherEndpoints(
-                endpoint=zmq_endpoint, topic=zmq_topic or "", is_bound=True
+                endpoint=zmq_endpoint, topic=zmq_topic or ""
             )
-            subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, 1)
+            subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, 1, is_bound=True)
             self._relay = models.runtime_of(endpoint).tasks.start(
                 f"relay KV events of {zmq_endpoint}", self._relay_until_closed(subscriber)
             )

@@ -44,7 +44,6 @@ class PublisherEndpoints:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
-    is_bound: bool = False  # by the publisher, whatever the endpoint looks like
 
     @classmethod
     def on_free_ports(cls, num_ranks: int) -> "PublisherEndpoints":
@@ -58,9 +57,11 @@ class PublisherEndpoints:
 class ZmqKvSubscriber:
     """Made before the engine starts, started when its block size is known, closed after the engine."""
 
-    def __init__(self, endpoints: PublisherEndpoints, num_ranks: int) -> None:
-        """Bind or connect one socket for each rank. Raises ConfigError."""
-        self._endpoints = endpoints
+    def __init__(
+        self, endpoints: PublisherEndpoints, num_ranks: int, *, is_bound: bool = False
+    ) -> None:
+        """Bind or connect one socket for each rank; `is_bound`: the publishers bind in any case. Raises ConfigError."""
+        self._endpoints, self._is_bound = endpoints, is_bound
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._sockets = [self._subscribe(rank) for rank in range(num_ranks)]
         self._wake_sender = self._context.socket(zmq.PAIR)
@@ -115,7 +116,7 @@ class ZmqKvSubscriber:
         socket.subscribe(self._endpoints.topic)
         endpoint = endpoint_of_rank(self._endpoints.endpoint, rank)
         try:
-            if self._endpoints.is_bound or is_bound_by_publisher(endpoint):
+            if self._is_bound or is_bound_by_publisher(endpoint):
                 socket.connect(connectable(endpoint))
             else:
                 socket.bind(endpoint)
