@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from deployment import Deployment
 
+import engine_suite
 import vllm_models
 from dynamo.base import errors
 from dynamo.engine.adapters.settings import VllmConfig
@@ -113,7 +114,7 @@ async def test_adapter_of_the_start_that_cannot_be_loaded_is_refused_by_name(
     engine = adapter.build(place / "model", settings, "m")
 
     with pytest.raises(errors.ConfigError, match="--lora-modules poet="):
-        await engine.start(None)
+        await engine.start(engine_suite.Sink())
     await engine.stop()
 
 
