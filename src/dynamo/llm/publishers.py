@@ -147,11 +147,21 @@ class EngineEventPublisher:
         full, or that has a part of an image, are left out, and so are those behind a parent that was never published.
         `cache_salt` is that of a prompt's first block. Raises ConfigError.
         """
-        stored = self._stored(
-            token_ids, num_block_tokens, block_hashes, parent_hash,
-            block_mm_infos, lora_name, is_eagle, cache_salt,
-        )  # fmt: skip
-        self._loop.call_soon_threadsafe(self._publish, [stored])
+        self.publish_batch(
+            [
+                {
+                    "type": "stored",
+                    "token_ids": token_ids,
+                    "num_block_tokens": num_block_tokens,
+                    "block_hashes": block_hashes,
+                    "parent_hash": parent_hash,
+                    "block_mm_infos": block_mm_infos,
+                    "lora_name": lora_name,
+                    "is_eagle": is_eagle,
+                    "cache_salt": cache_salt,
+                }
+            ]
+        )
 
     def publish_removed(self, block_hashes: Sequence[int]) -> None:
         """Publish that blocks were evicted."""
@@ -166,13 +176,13 @@ class EngineEventPublisher:
         batch: list[engine_events.EngineEvent] = []
         for event in events:
             match event:
-                case {"type": "stored", **fields}:
-                    batch.append(self._stored(**fields))
+                case {"type": "stored", "token_ids": _, "num_block_tokens": _, "block_hashes": _}:
+                    batch.append(self._stored(event))
                 case {"type": "removed", "block_hashes": block_hashes}:
                     batch.append(engine_events.BlockRemoved(block_hashes=list(block_hashes)))
                 case _:
                     raise errors.ConfigError(
-                        f"publish_batch: expected events of type stored or removed, got {event!r:.80}"
+                        f"publish_batch: expected events of type stored or removed with their fields, got {event!r:.80}"
                     )
         self._loop.call_soon_threadsafe(self._publish, batch)
 
@@ -181,18 +191,12 @@ class EngineEventPublisher:
         if self._relay is not None:
             self._loop.call_soon_threadsafe(self._relay.cancel)
 
-    def _stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None = None,
-        block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
-        lora_name: str | None = None,
-        is_eagle: bool | None = None,
-        cache_salt: str | None = None,
-    ) -> engine_events.BlockStored:
-        if is_eagle:
+    def _stored(self, event: Mapping[str, Any]) -> engine_events.BlockStored:
+        token_ids, num_block_tokens = event["token_ids"], event["num_block_tokens"]
+        block_hashes, parent_hash = event["block_hashes"], event.get("parent_hash")
+        lora_name, cache_salt = event.get("lora_name"), event.get("cache_salt")
+        images = event.get("block_mm_infos") or ()
+        if event.get("is_eagle"):
             raise errors.ConfigError("publish_stored: is_eagle is not supported here")
         if len(num_block_tokens) != len(block_hashes) or sum(num_block_tokens) != len(token_ids):
             raise errors.ConfigError(
@@ -202,11 +206,9 @@ class EngineEventPublisher:
         is_full = self._block_size.__eq__
         num_full = len(list(itertools.takewhile(is_full, num_block_tokens)))
         adapter = [] if lora_name is None else [lora_name]
-        keys: list[list[Any] | None] = [
-            [*adapter, image] if image else None for image in block_mm_infos or ()
-        ]
+        keys: list[list[Any] | None] = [[*adapter, image] if image else None for image in images]
         if cache_salt is not None and parent_hash is None:
-            keys[:1] = [[*adapter, cache_salt, *filter(None, (block_mm_infos or ())[:1])]]
+            keys[:1] = [[*adapter, cache_salt, *filter(None, images[:1])]]
         return engine_events.BlockStored(
             block_hashes=list(block_hashes[:num_full]),
             parent_block_hash=parent_hash,

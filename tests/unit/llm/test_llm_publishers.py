@@ -190,6 +190,8 @@ async def test_event_that_contradicts_itself_is_refused(runtime, router):
         publisher.publish_stored([1, 2, 3], [2, 2], [7, 8])
     with pytest.raises(errors.ConfigError, match="type stored or removed"):
         publisher.publish_batch([{"type": "removed", "block_hashes": [7]}, {"type": "moved"}])
+    with pytest.raises(errors.ConfigError, match="with their fields"):
+        publisher.publish_batch([{"type": "stored", "token_ids": [1, 2], "block_hashes": [7]}])
     with pytest.raises(errors.ConfigError, match="is_eagle is not supported"):
         publisher.publish_stored([1, 2], [2], [7], is_eagle=True)
 
