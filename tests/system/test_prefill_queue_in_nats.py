@@ -56,20 +56,23 @@ def has_taken(worker):
 
 def test_job_of_a_killed_worker_goes_to_another(mixed):
     decode, _ = mixed.decode(*BY_QUEUE), mixed.alone()
-    doomed, other = mixed.prefill(*BY_QUEUE), mixed.prefill(*BY_QUEUE)
+    workers = mixed.prefill(*BY_QUEUE), mixed.prefill(*BY_QUEUE)
     mixed.frontend.await_models([ALONE, MODEL])
     mixed.ready(decode, num_prefill=2, models=[ALONE, MODEL])
     prompts = [prompt(600, i) for i in range(16)]  # a few are computed, the others wait
     expected = mixed.ask_all(prompts, model=ALONE)
     with concurrent.futures.ThreadPoolExecutor(32) as threads:
         asked = [threads.submit(mixed.ask, one) for one in prompts]
-        eventually(lambda: has_taken(doomed), what="it computes")
+        taking = []
+        eventually(lambda: taking.extend(filter(has_taken, workers)) or taking, what="one computes")
+        doomed = taking[0]
         doomed.kill()
         answers = [one.result() for one in asked]
 
     assert answers == expected
     assert decode.metric("prefill_retries_total") + decode.metric("prefill_redelivered_total") > 0
     assert prefills(decode, "remote") > 0
+    (other,) = {*workers} - {doomed}
     assert other.metric("prefill_tickets_total") > 0
     until_idle(decode, other)
 
