@@ -31,10 +31,11 @@ def run(deployment, *arguments, text=""):
     )
 
 
-# Make standard input the terminal that controls this session, as a login does, and become the command.
+# Make standard input the terminal that controls this session, as a login does, and become the command. A shell lets
+# what it runs in the background ignore Ctrl-C, so the tests may do.
 IN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 )
 
 
