@@ -306,7 +306,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     planner = deployment.run(
         "dynamo.planner", "--environment", "local", "--backend", "mocker", "--model-name", MODEL,
         "--frontend-url", frontend.url, "--planner-port", "0", "--adjustment-interval", "0.5",
-        "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 100",
+        "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 300",
         "--startup-time", "20",
         "--prefill-queue-scale-up-threshold", "99",  # one prompt must not start a second worker beforehand
     )  # fmt: skip
@@ -315,7 +315,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     url = f"{frontend.url}/console/api/planner"
     ask_api = lambda **query: httpx.get(url, params=query, timeout=PATIENT_S).json()["planners"]  # noqa: E731
     with frontend.stream("Tell me a story. " * 120, max_tokens=1400, ignore_eos=True) as lines:
-        next(lines)
+        next(lines)  # the rest takes minutes, so that the load lasts for as long as the page is looked at
         eventually(
             lambda: ask_api()[0]["decisions"][0].get("kv_usage", 0) > 0.1, what="load in a decision"
         )
