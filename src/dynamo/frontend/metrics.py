@@ -78,6 +78,9 @@ class FrontendMetrics:
             "Requests that ended",
             ("endpoint", "error_type", "model", "request_type", "status"),
         )
+        self.further_prompts = registry.fast_counter(
+            "further_prompts_total", "Prompts of requests beside the first of each", by_model
+        )
         self.disconnected = registry.gauge(
             "disconnected_clients", "Clients that went away before their answer was complete"
         )
@@ -258,6 +261,7 @@ class ModelMetrics:
         self.inflight = families.inflight.labels(label)
         self.queued = families.queued.labels(label)
         self.active = families.active.labels(label)
+        self.further_prompts = families.further_prompts.labels(label)
         self.output_tokens = families.output_tokens.labels(label)
         self.duration = families.duration.labels(label)
         self.input_len = families.input_len.labels(label)
