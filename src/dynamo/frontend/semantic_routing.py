@@ -98,9 +98,12 @@ class SharedConversations:
         with contextlib.suppress(errors.Unavailable):  # published when discovery is back
             await self._runtime.events.advertise(self._topic)
         await self._runtime.events.subscribe(self._topic, self._take)
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        memory = self._service.router.conversations
-        memory.on_remember = functools.partial(call_soon, self._publish)
+        loop = asyncio.get_running_loop()
+
+        def publish(keys: Sequence[str], turn: model_choice.AnsweredTurn) -> None:
+            loop.call_soon_threadsafe(self._publish, keys, turn)
+
+        self._service.router.conversations.on_remember = publish
 
     def _publish(self, keys: Sequence[str], turn: model_choice.AnsweredTurn) -> None:
         message = ConversationTurn(list(keys), turn.decision, turn.model)
