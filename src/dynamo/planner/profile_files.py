@@ -110,7 +110,8 @@ def _read_arrays(path: Path, names: Sequence[str]) -> Mapping[str, list[float]]:
                     array = numpy.lib.format.read_array(member, allow_pickle=False)
                 arrays[name] = [float(value) for value in array.ravel().tolist()]
     except _DAMAGES as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = str(getattr(error, "strerror", None) or error)
+        reason = text.splitlines()[0] if text else type(error).__name__
         expected = "expected numbers" if name else _EXPECTED.format(", ".join(names))
         place = f"{path}: {name}" if name else path
         raise errors.ConfigError(f"{place}: {expected}: {reason}") from error

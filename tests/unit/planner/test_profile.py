@@ -185,11 +185,13 @@ def test_array_that_is_too_large_for_a_profile_is_not_read(tmp_path, num_values)
     profile_files.write_profile(make_profile(), tmp_path)
     path = tmp_path / profile_files.PREFILL_FILE
     head = {"descr": "<f8", "fortran_order": False, "shape": (num_values,)}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("prefill_isl.npy", "w") as array:
-            numpy.lib.format.write_array_header_1_0(array, head)
-            for _ in range(65 if num_values == 2**27 else 0):
-                array.write(bytes(2**20))
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("prefill_isl.npy", "w") as array,
+    ):
+        numpy.lib.format.write_array_header_1_0(array, head)
+        for _ in range(65 if num_values == 2**27 else 0):
+            array.write(bytes(2**20))
 
     with pytest.raises(errors.ConfigError, match=f"^{path}: "):
         profile_files.read_profile(tmp_path)
@@ -252,7 +254,10 @@ def test_wrong_value_in_a_file_of_a_profile_is_named_with_its_array(tmp_path, na
         ({"prefill_isl": [100, 100]}, "prefill_isl: expected each length once, got 100 twice"),
         ({"z_itl": [1.0] * 3}, "z_itl: expected 2 values, as many as x_kv_usage, got 3"),
         ({"x_kv_usage": [10, 90]}, "x_kv_usage: expected shares from 0 to 1, got 10"),
-        ({"y_context_length": [0, 0]}, "y_context_length: expected numbers from 1e-06 to 1e[+]12, got 0"),
+        (
+            {"y_context_length": [0, 0]},
+            "y_context_length: expected numbers from 1e-06 to 1e[+]12, got 0",
+        ),
         ({"max_kv_tokens": []}, "max_kv_tokens: expected a value or more, got none"),
         ({"max_kv_tokens": 0.5}, "max_kv_tokens: expected from 1 to 1e[+]12 tokens, got 0.5"),
     ],

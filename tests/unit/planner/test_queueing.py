@@ -63,4 +63,6 @@ def test_load_that_no_cluster_carries_takes_neither_time_nor_memory():
     """A profile in wrong units makes such a load: throughputs of requests, for instance, in place of tokens."""
     busy = 1e15
 
-    assert policies.least_workers(requests_per_s=busy, service_s=1.0, waits_s={0.1: 1.0}) == busy + 1
+    assert (
+        policies.least_workers(requests_per_s=busy, service_s=1.0, waits_s={0.1: 1.0}) == busy + 1
+    )
