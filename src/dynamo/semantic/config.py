@@ -103,7 +103,7 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
     loras: list[LoraName] = []
     access_key: HeaderText | None = None
     pricing: Pricing | None = None
-    context_length: int | None = None
+    context_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     accepts_images: bool = True
     accepts_tools: bool = True
     accepts_structured_output: bool = True
