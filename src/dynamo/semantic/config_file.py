@@ -414,7 +414,8 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
             raise errors.ConfigError(f"{key}: not supported here; leave it out or disable it")
     if cache.enabled and cache.backend_type not in ("memory", "milvus"):
         raise errors.ConfigError(
-            f"semantic_cache.backend_type: {cache.backend_type or 'nothing'} is not supported; expected memory or milvus"
+            f"semantic_cache.backend_type: {cache.backend_type or 'nothing'} is not supported;"
+            " expected memory or milvus"
         )
     if cache.enabled and cache.backend_type == "milvus":
         milvus_config.check(cache.milvus, cache.max_entries, cache.directory)
