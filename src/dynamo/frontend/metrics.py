@@ -70,6 +70,7 @@ class FrontendMetrics:
         self.observers = tuple(observers)
         self.open_requests: dict[RequestMeter, None] = {}  # the oldest first
         by_model = ("model",)
+        self.queries = registry.fast_counter("id_queries_total", "Questions for workers", by_model)
         self.started = registry.fast_counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
         )

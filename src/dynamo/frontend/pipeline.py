@@ -276,6 +276,7 @@ class Pipeline:
                 await self.admission.admit(model, prompts, client, meter, instance_id)
             if QUERY_INSTANCE_ID in prepared.annotations:
                 self._respond_instance_id(model, prepared, client, instance_id)
+                self.metrics.queries.labels(meter.model.label).inc(1)
                 meter.record_success()
                 return
             deliver = api.stream if request.stream else delivery.WholeDelivery

@@ -7,6 +7,8 @@ longer than `STALE_INTERVALS` intervals it is `Stale`.
 
 Frontends count a request for a LoRA adapter under the adapter's name; with a model named, those of its adapters count,
 too (`ListAdapters`). A request for completions of several prompts counts as so many, each with its share of the answer.
+Requests for unknown models, those that a semantic router answers itself, and questions which worker would answer, as an
+endpoint picker asks them, are no traffic.
 
 The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`), and from the
 queues of KV routers, whose requests no worker knows yet.
@@ -52,6 +54,8 @@ _MEANS = {  # field of Traffic: metric
 }
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
 _FURTHER = "further_prompts_total"  # of requests with several
+_QUERIES = "id_queries_total"  # which no worker answered
+_NO_MODEL = "unknown"  # the label of requests that no model has
 _EVER = "requests_ever"  # since the frontends' start
 _ENDED, _REFUSED = f"{_PREFIX}requests_total", "requests_refused"
 _REFUSALS = "validation|rate_limit"  # error types of requests that no worker has worked on
@@ -141,7 +145,7 @@ def sum_models(
     """Return the sums of the models with these labels, or of all. Raises Unavailable for a count that is no number."""
     totals: dict[str, float] = {}
     for label, sums in sums_by_model.items():
-        if labels is None or label in labels:
+        if label in labels if labels is not None else label != _NO_MODEL:
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
     for name in (_STARTED, _INFLIGHT, _HELD):
@@ -281,12 +285,16 @@ class FrontendSource:
 def traffic_of(changes: Mapping[str, float]) -> Traffic:
     """Return the traffic that the changes of the frontends' counters describe."""
     num_prompt = changes.get("input_sequence_tokens_sum", 0.0)
-    means = {
-        field: changes[f"{metric}_sum"] / count
-        for field, metric in _MEANS.items()
-        if (count := changes.get(f"{metric}_count", 0.0)) > 0 and f"{metric}_sum" in changes
-    }
-    num_requests = max(0.0, changes.get(_STARTED, 0.0) - changes.get(_REFUSED, 0.0))
+    num_queries = changes.get(_QUERIES, 0.0)
+    means: dict[str, float] = {}
+    for field, metric in _MEANS.items():
+        count = changes.get(f"{metric}_count", 0.0)
+        if field == "duration_s":
+            count -= num_queries
+        if count > 0 and f"{metric}_sum" in changes:
+            means[field] = changes[f"{metric}_sum"] / count
+    num_others = changes.get(_REFUSED, 0.0) + num_queries
+    num_requests = max(0.0, changes.get(_STARTED, 0.0) - num_others)
     num_further = changes.get(_FURTHER, 0.0)
     if "osl" in means:  # of all prompts of a request together
         means["osl"] *= max(1.0, num_requests) / (max(1.0, num_requests) + num_further)
@@ -315,7 +323,7 @@ def prompt_lens_of(changes: Mapping[str, float]) -> dict[float, float]:
 
 def _make_queries(selector: str, range_text: str) -> tuple[dict[str, str], str]:
     """Return a query for each change of a counter and each gauge, and that for the lengths of prompts."""
-    names = [_STARTED, _CACHED, _FURTHER]
+    names = [_STARTED, _CACHED, _FURTHER, _QUERIES]
     names += [f"{metric}_{part}" for metric in _MEANS.values() for part in ("sum", "count")]
     queries = {name: f"sum(increase({_PREFIX}{name}{selector}{range_text}))" for name in names}
     refused = f'{_ENDED}{{error_type=~"{_REFUSALS}",{selector[1:-1]}}}{range_text}'
@@ -373,7 +381,7 @@ class PrometheusSource:
     async def _make_selector(self) -> str:
         """Return what selects the series of the model and its adapters in PromQL, or of all models."""
         if self._model is None:
-            return ""
+            return f'{{model!="{_NO_MODEL}"}}'
         names = [self._model.lower(), *map(str.lower, await self._list_adapters(self._model))]
         if len(names) == 1:
             return f'{{model="{_label_of(names[0])}"}}'

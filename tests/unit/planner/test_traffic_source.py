@@ -230,6 +230,42 @@ async def test_requests_that_are_refused_are_no_traffic(page):
     assert (await source.read(10)).value.num_requests == 20
 
 
+UNKNOWN = 'requests_started_total{endpoint="chat",model="unknown",request_type="unary"}'
+
+
+async def test_requests_that_no_model_has_are_no_traffic(page):
+    source = FrontendSource([page.url], None, virtual.VirtualClock())
+
+    def page_of(started, unknown):
+        text = PAGE.format(started=started, tokens=500, cached=0)
+        return f"{text}dynamo_frontend_{UNKNOWN} {unknown}\n"
+
+    page.text = page_of(5, 100)
+    await source.read(10)
+    page.text = page_of(7, 900)
+
+    assert (await source.read(10)).value.num_requests == 2
+
+
+async def test_questions_which_worker_would_answer_are_no_traffic(page):
+    """An endpoint picker asks before each request, which then comes to a frontend as well."""
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+
+    def page_of(number):
+        name = "dynamo_frontend_request_duration_seconds"
+        return PAGE.format(started=2 * number, tokens=500, cached=0) + (
+            f'dynamo_frontend_id_queries_total{{model="m"}} {number}\n'
+            f'{name}_sum{{model="m"}} {4 * number}\n{name}_count{{model="m"}} {2 * number}\n'
+        )
+
+    page.text = page_of(5)
+    await source.read(10)
+    page.text = page_of(12)
+    traffic = (await source.read(10)).value
+
+    assert (traffic.num_requests, traffic.duration_s) == (7, 4)
+
+
 async def test_no_request_is_a_measured_zero(page):
     source = FrontendSource([page.url], "m", virtual.VirtualClock())
     page.text = PAGE.format(started=5, tokens=500, cached=0)
@@ -317,12 +353,14 @@ async def test_prometheus_is_asked(page):
     reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
 
     assert isinstance(reading, Fresh)
-    assert reading.value.num_requests == 14  # seven requests, and seven further prompts
+    assert (
+        reading.value.num_requests == 7
+    )  # seven that were started, or asked for an id, or further prompts
     assert reading.value.prompt_lens == {50.0 * (1 + 2 * part) / 4: 7 / 4 for part in range(4)}
     assert reading.value.isl == 1
 
 
-@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ",")])
+@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ',model!="unknown"')])
 async def test_prometheus_is_asked_for_requests_without_those_that_were_refused(
     monkeypatch, model, labels
 ):
