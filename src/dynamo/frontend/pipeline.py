@@ -276,7 +276,6 @@ class Pipeline:
                 await self.admission.admit(model, prompts, client, meter, instance_id)
             if QUERY_INSTANCE_ID in prepared.annotations:
                 self._respond_instance_id(model, prepared, client, instance_id)
-                self.metrics.queries.labels(meter.model.label).inc(1)
                 meter.record_success()
                 return
             deliver = api.stream if request.stream else delivery.WholeDelivery
@@ -406,6 +405,7 @@ class Pipeline:
         A gateway in front of this frontend asks so, and later sends the request itself, with the worker's id and the
         tokens. Both are annotations of a stream that holds nothing else.
         """
+        self.metrics.queries.labels(model.name.lower()).inc(1)
         chosen_id = model.choose_instance(
             prepared.prompts[0].request,
             instance_id=instance_id,

@@ -196,8 +196,8 @@ def pool_state(
     are starting since `ordered_at`; pods above the order, which are about to be deleted, count as draining. Pods that
     have ended hold nothing. A pod that was ready and failed a probe is starting since then. `startups_s` keeps the
     seconds in which each ready pod has started, by its uid: the time at which it is ready again, after a failed probe,
-    says nothing of a start. Where that was before the first observation, it is mostly too late for a start. While none is
-    ready, the pods that were there before count.
+    says nothing of a start. Where that was before the first observation, it is mostly too late for a start. While none
+    is ready, the pods that were there before count.
     """
     present = [pod for pod in pods if is_present(pod)]
     starting = [pod for pod in present if _ready_at(pod) is None]
