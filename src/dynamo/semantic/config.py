@@ -421,7 +421,10 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
 
 
 def list_doubts(settings: SemanticConfig) -> Iterator[str]:
-    """Yield notes on decisions that never apply, and on those that no model is named for."""
+    """Yield notes on rules and decisions that never apply, and on decisions that no model is named for."""
+    for rule in settings.keyword_rules:
+        if not any(rule.keywords):
+            yield f"keyword_rules.{rule.name}: it has no keywords, and never holds"
     for decision in settings.decisions:
         path, rules = f"decisions.{decision.name}", decision.rules
         if not rules.conditions:

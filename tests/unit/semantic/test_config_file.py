@@ -443,3 +443,10 @@ def test_context_that_no_request_fits_in_is_refused():
 )
 def test_word_that_nothing_defines_is_refused_by_its_path_and_what_is_expected(text, refusal):
     assert refusal_of(text) == refusal
+
+
+@pytest.mark.parametrize("keywords", ["", "keywords: []", "keywords: ['']"])
+def test_keyword_rule_that_never_holds_is_noted(keywords):
+    notes = parse(f"keyword_rules: [{{name: a, {keywords}}}]").notes
+
+    assert notes == ("keyword_rules.a: it has no keywords, and never holds",)
