@@ -180,6 +180,17 @@ def test_mode_auto_moves_to_disaggregated_and_back_and_no_answer_is_cut(
     assert "disaggregated needs less than aggregated" in reasons
 
 
+def test_requests_for_an_adapter_are_traffic_of_its_model(deployment, frontend):
+    planner = start_planner(deployment, frontend, worker=f"{WORKER} --lora-names poet")
+    frontend.await_models(["poet", MODEL])
+
+    def is_counted():
+        assert frontend.chat(model="poet", max_tokens=1).status_code == 200
+        return any(row.get("requests_per_s", 0) > 0 for row in planner.decisions())
+
+    eventually(is_counted, what="a request is counted")
+
+
 def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend):
     planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])

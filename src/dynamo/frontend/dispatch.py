@@ -48,7 +48,9 @@ class Dispatcher:
     ) -> None:
         """Send each prompt of a request to a worker; an error goes to the delivery."""
         dispatch = RequestDispatch(self, model, reply, meter, instance_id)
-        for attempt in reply.make_attempts(dispatch.retry):
+        attempts = reply.make_attempts(dispatch.retry)
+        meter.model.further_prompts.inc(len(attempts) - 1)
+        for attempt in attempts:
             if reply.is_over:  # the client has disconnected, or an earlier prompt has failed
                 return
             meter.record_prompt(attempt.request)

@@ -70,6 +70,7 @@ class FrontendMetrics:
         self.observers = tuple(observers)
         self.open_requests: dict[RequestMeter, None] = {}  # the oldest first
         by_model = ("model",)
+        self.queries = registry.fast_counter("id_queries_total", "Questions for workers", by_model)
         self.started = registry.fast_counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
         )
@@ -77,6 +78,9 @@ class FrontendMetrics:
             "requests_total",
             "Requests that ended",
             ("endpoint", "error_type", "model", "request_type", "status"),
+        )
+        self.further_prompts = registry.fast_counter(
+            "further_prompts_total", "Prompts of requests beside the first of each", by_model
         )
         self.disconnected = registry.gauge(
             "disconnected_clients", "Clients that went away before their answer was complete"
@@ -258,6 +262,7 @@ class ModelMetrics:
         self.inflight = families.inflight.labels(label)
         self.queued = families.queued.labels(label)
         self.active = families.active.labels(label)
+        self.further_prompts = families.further_prompts.labels(label)
         self.output_tokens = families.output_tokens.labels(label)
         self.duration = families.duration.labels(label)
         self.input_len = families.input_len.labels(label)

@@ -172,7 +172,7 @@ class Pipeline:
         admission: controller.AdmissionController,
         unknown: UnknownParameters,
         start_trace: tracing.StartSpan = tracing.forward_trace,
-        watch: request_records.WatchExchange | None = None,
+        watch: request_records.WatchExchange = lambda client: client,
         semantic: BodyRouter | None = None,
         wants_explanation: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -185,15 +185,14 @@ class Pipeline:
         self.admission = admission
         self.unknown = unknown
         self.start_trace = start_trace
-        self._watch = watch
+        self.watch = watch
         self.semantic = semantic
         self._wants_explanation = wants_explanation
 
     async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
         """Take one request from its body to the workers that answer it."""
         arrival = record_arrival(client, self.metrics, self.start_trace)
-        if self._watch is not None:
-            client = self._watch(client)
+        client = self.watch(client)
         body = explain_model = None
         if self.semantic is not None:
 
@@ -406,6 +405,7 @@ class Pipeline:
         A gateway in front of this frontend asks so, and later sends the request itself, with the worker's id and the
         tokens. Both are annotations of a stream that holds nothing else.
         """
+        self.metrics.queries.labels(model.name.lower()).inc(1)
         chosen_id = model.choose_instance(
             prepared.prompts[0].request,
             instance_id=instance_id,

@@ -252,7 +252,7 @@ class RequestRecords:
         self._open_records: list[_Closable] = []
         self._observers: list[metrics.RequestObserver] = []
         self.enter_trace: tracing.StartSpan = tracing.forward_trace
-        self.watch: WatchExchange | None = None
+        self.watch: WatchExchange = lambda client: client
         if is_log_enabled():
             self._observers.append(RequestLog())
         exporter = tracing.make_exporter(settings)

@@ -4,10 +4,14 @@ It is imported only where `--semantic-router` is set, because its libraries are 
 router's own answers; an API of another shape gets its error where a guard refuses.
 """
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Container
+import logging
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+
+import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
@@ -17,7 +21,7 @@ from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
 from dynamo.protocols import instances
 from dynamo.router import explanation
-from dynamo.runtime import component
+from dynamo.runtime import component, events
 from dynamo.runtime.http import exchange
 from dynamo.semantic import (
     cache,
@@ -28,6 +32,8 @@ from dynamo.semantic import (
     service,
 )
 
+_CONVERSATIONS = "semantic_router/conversations"  # the topic within a namespace
+_logger = logging.getLogger(__name__)
 FindWakeable = Callable[[str], instances.WorkerStart | None]
 _CHAT = "chat_completions"
 _APIS: dict[str, rewriting.RequestApi] = {
@@ -64,6 +70,59 @@ class LiveModels:
         )
 
 
+class ConversationTurn(msgspec.Struct, frozen=True, array_like=True):
+    """The turn of a conversation that a frontend has sent to a model, as it tells the others of its namespace."""
+
+    keys: list[str]
+    decision: str
+    model: str
+
+
+class SharedConversations:
+    """The conversations of all frontends of a namespace: each publishes its turns, and notes those of the others.
+
+    The next turn of a conversation comes seconds later, perhaps at another frontend or another process of the same
+    port. A turn that is lost, or that was answered before a frontend came, is unknown there, as after a restart.
+    """
+
+    def __init__(
+        self, runtime: component.DistributedRuntime, routing: service.RoutingService
+    ) -> None:
+        namespace = runtime.namespace().name or encoder_client.DEFAULT_NAMESPACE
+        self._topic = f"{namespace}/{_CONVERSATIONS}"
+        self._runtime, self._service = runtime, routing
+        self._decode = msgspec.msgpack.Decoder(ConversationTurn).decode
+
+    async def start(self) -> None:
+        """Publish to the other frontends and subscribe to them."""
+        with contextlib.suppress(errors.Unavailable):  # published when discovery is back
+            await self._runtime.events.advertise(self._topic)
+        await self._runtime.events.subscribe(self._topic, self._take)
+        loop = asyncio.get_running_loop()
+
+        def publish(keys: Sequence[str], turn: model_choice.AnsweredTurn) -> None:
+            loop.call_soon_threadsafe(self._publish, keys, turn)
+
+        self._service.router.conversations.on_remember = publish
+
+    def _publish(self, keys: Sequence[str], turn: model_choice.AnsweredTurn) -> None:
+        message = ConversationTurn(list(keys), turn.decision, turn.model)
+        self._runtime.events.publish(self._topic, msgspec.msgpack.encode(message))
+
+    def _take(self, batch: Sequence[events.Event]) -> None:
+        router = self._service.router
+        for event in batch:
+            if event.publisher == self._runtime.instance_id:
+                continue
+            try:
+                turn = self._decode(event.payload)
+            except msgspec.DecodeError as error:
+                _logger.warning("ignored a turn of frontend %x: %s", event.publisher, error)
+                continue
+            if turn.model in router.model_names:  # else by another configuration
+                router.conversations.note(turn.keys, turn.decision, turn.model)
+
+
 class SemanticRouting:
     """Routes the requests of a frontend by what they say."""
 
@@ -90,8 +149,10 @@ class SemanticRouting:
         self._service = service.RoutingService(
             Path(path), metrics_registry, clock, LiveModels(models, find_wakeable)
         )
+        self._conversations = None
         if runtime is not None:
             self._service.connect_encoders(encoder_client.make_client(runtime))
+            self._conversations = SharedConversations(runtime, self._service)
 
     @property
     def listed_name(self) -> str:
@@ -104,8 +165,13 @@ class SemanticRouting:
         return settings.default_model or name if name in settings.auto_names else name
 
     async def watch(self) -> None:
-        """Reload the configuration whenever its file changes, until cancelled; then close the cache's file."""
+        """Share conversations, and reload the configuration whenever its file changes, until cancelled.
+
+        Then close the cache's file.
+        """
         try:
+            if self._conversations is not None:
+                await self._conversations.start()
             await self._service.loader.watch()
         finally:
             self._service.close()

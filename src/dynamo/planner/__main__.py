@@ -1,6 +1,7 @@
 """The command `python -m dynamo.planner`."""
 
 import asyncio
+import functools
 import logging
 import os
 import shlex
@@ -32,6 +33,7 @@ from dynamo.planner.traffic_source import (
     PrometheusSource,
     TrafficSource,
     keep_url,
+    read_adapters,
 )
 from dynamo.protocols import instances
 from dynamo.runtime import component, reachability
@@ -135,10 +137,13 @@ def make_service(
 ) -> service.PlannerService:
     """Make the service with the sources that the settings name. Raises ConfigError."""
     source: TrafficSource
+    model, adapters = settings.model_name, functools.partial(read_adapters, runtime.discovery)
     if settings.prometheus_url is not None:
-        source = PrometheusSource(settings.prometheus_url, settings.model_name, clock)
+        source = PrometheusSource(settings.prometheus_url, model, clock, list_adapters=adapters)
     else:
-        source = FrontendSource(settings.frontend_url, settings.model_name, clock, expand=expand)
+        source = FrontendSource(
+            settings.frontend_url, model, clock, expand=expand, list_adapters=adapters
+        )
     prefill_load, decode_load = (
         LoadSource(runtime.events, f"{name.namespace}/{name.component}/kv_metrics", clock)
         for name in endpoints(settings.namespace)

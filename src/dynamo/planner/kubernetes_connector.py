@@ -196,7 +196,8 @@ def pool_state(
     are starting since `ordered_at`; pods above the order, which are about to be deleted, count as draining. Pods that
     have ended hold nothing. A pod that was ready and failed a probe is starting since then. `startups_s` keeps the
     seconds in which each ready pod has started, by its uid: the time at which it is ready again, after a failed probe,
-    says nothing of a start. Where that was before the first observation, it is mostly too late for a start.
+    says nothing of a start. Where that was before the first observation, it is mostly too late for a start. While none
+    is ready, the pods that were there before count.
     """
     present = [pod for pod in pods if is_present(pod)]
     starting = [pod for pod in present if _ready_at(pod) is None]
@@ -205,8 +206,10 @@ def pool_state(
             startup_s = ready_at - _created_at(pod)
             if startup_s <= _LONGEST_START_S:
                 startups_s.setdefault(pod["metadata"]["uid"], startup_s)
-    for uid in startups_s.keys() - {pod["metadata"]["uid"] for pod in present}:
-        del startups_s[uid]
+    present_uids = {pod["metadata"]["uid"] for pod in present}
+    if not present_uids.isdisjoint(startups_s):
+        for uid in startups_s.keys() - present_uids:
+            del startups_s[uid]
     num_ready = min(len(present) - len(starting), num_ordered)
     unready_since = sorted(
         started_at + (_transition_at(pod, "False") or _created_at(pod)) for pod in starting

@@ -385,6 +385,8 @@ def least_workers(
     if requests_per_s * service_s <= 0:
         return 0
     low = high = math.floor(requests_per_s * service_s) + 1
+    if low > _MOST_WORKERS:  # the formula takes time and memory for each of them
+        return low
     case = {"requests_per_s": requests_per_s, "service_s": service_s, "burstiness": burstiness}
 
     def is_late(number: int) -> bool:

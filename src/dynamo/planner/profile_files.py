@@ -5,9 +5,13 @@ A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays 
 (ms), `z_thpt_per_gpu` and `max_kv_tokens`.
 """
 
+import lzma
+import struct
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,19 +22,28 @@ from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, Wor
 PREFILL_FILE = Path("selected_prefill_interpolation", "raw_data.npz")
 DECODE_FILE = Path("selected_decode_interpolation", "raw_data.npz")
 _DAMAGES = (
-    *(OSError, EOFError, zipfile.BadZipFile, zlib.error),
-    *(KeyError, ValueError, TypeError, AttributeError),  # the last two: of a file of one array
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError),
+    *(ValueError, TypeError, RuntimeError, MemoryError, SyntaxError, struct.error),
 )
+_MOST_BYTES = 2**20  # of an array
+_LEAST, _MOST = 1e-6, 1e12  # of any milliseconds, tokens, or tokens per second
 _PREFILL = ("prefill_isl", "prefill_ttft", "prefill_thpt_per_gpu")
 _DECODE = ("x_kv_usage", "y_context_length", "z_itl", "z_thpt_per_gpu")
+_SIZE = "max_kv_tokens"
+_EXPECTED = "expected an npz file with the arrays {}"
 
 
 def read_profile(directory: Path) -> WorkerProfile:
-    """Read both files of a directory. Raises ConfigError, which names the file."""
+    """Read both files of a directory. Raises ConfigError, which names the file and the array."""
     prefill = _read_arrays(directory / PREFILL_FILE, _PREFILL)
-    decode = _read_arrays(directory / DECODE_FILE, (*_DECODE, "max_kv_tokens"))
+    decode = _read_arrays(directory / DECODE_FILE, (*_DECODE, _SIZE))
+    rows = sorted(zip(*(prefill[name] for name in _PREFILL), strict=True))
+    for (isl, *_), (after, *_) in pairwise(rows):
+        if isl == after:
+            raise errors.ConfigError(
+                f"{directory / PREFILL_FILE}: {_PREFILL[0]}: expected each length once, got {isl:g} twice"
+            )
     try:
-        rows = sorted(zip(*(prefill[name] for name in _PREFILL), strict=True))
         curve = PrefillCurve(
             isl=tuple(isl for isl, _, _ in rows),
             ttft_s=tuple(ttft / 1e3 for _, ttft, _ in rows),
@@ -40,12 +53,8 @@ def read_profile(directory: Path) -> WorkerProfile:
             DecodePoint(usage, context, itl / 1e3, throughput)
             for usage, context, itl, throughput in zip(*(decode[n] for n in _DECODE), strict=True)
         ]
-        surface = DecodeSurface(points, max_kv_tokens=int(decode["max_kv_tokens"][0]))
-    except (ValueError, IndexError, OverflowError) as error:
-        raise errors.ConfigError(
-            f"{directory}: expected arrays of one length in each file: {error}"
-        ) from error
-    except errors.ConfigError as error:
+        surface = DecodeSurface(points, max_kv_tokens=int(decode[_SIZE][0]))
+    except errors.ConfigError as error:  # such as a time that is too small for a number
         raise errors.ConfigError(f"{directory}: {error}") from error
     return WorkerProfile(prefill=curve, decode=surface)
 
@@ -83,14 +92,49 @@ def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:
     path.write_text(comments + yaml.safe_dump(graph, sort_keys=False), "utf-8")
 
 
-def _read_arrays(path: Path, names: tuple[str, ...]) -> Mapping[str, list[float]]:
+def _read_arrays(path: Path, names: Sequence[str]) -> Mapping[str, list[float]]:
+    """Return the arrays of an npz file, checked. Raises ConfigError."""
+    numpy = _load_numpy()  # whose own reader would take a file of any size into memory
+    arrays: dict[str, list[float]] = {}
+    name = ""
     try:
-        with path.open("rb") as file, _load_numpy().load(file) as arrays:
-            return {name: [float(x) for x in arrays[name].ravel()] for name in names}
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            if missing := [each for each in names if f"{each}.npy" not in members]:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+            for name in names:
+                info = members[f"{name}.npy"]
+                if info.file_size > _MOST_BYTES:
+                    raise ValueError(f"{info.file_size:,} bytes, expected at most {_MOST_BYTES:,}")
+                with archive.open(info) as member:
+                    array = numpy.lib.format.read_array(member, allow_pickle=False)
+                arrays[name] = [float(value) for value in array.ravel().tolist()]
     except _DAMAGES as error:
-        raise errors.ConfigError(
-            f"{path}: expected an npz file with the arrays {', '.join(names)}: {error}"
-        ) from error
+        text = str(getattr(error, "strerror", None) or error)
+        reason = text.splitlines()[0] if text else type(error).__name__
+        expected = "expected numbers" if name else _EXPECTED.format(", ".join(names))
+        place = f"{path}: {name}" if name else path
+        raise errors.ConfigError(f"{place}: {expected}: {reason}") from error
+    for name, values in arrays.items():
+        if reason := _find_fault(name, values, names[0], len(arrays[names[0]])):
+            raise errors.ConfigError(f"{path}: {name}: expected {reason}")
+    return arrays
+
+
+def _find_fault(name: str, values: Sequence[float], first: str, number: int) -> str:
+    """Return what is expected of an array and not so, and what it has; `number` is the size of the first array."""
+    if not values:
+        return "a value or more, got none"
+    for value in values:
+        if name == _SIZE and not 1 <= value <= _MOST:
+            return f"from 1 to {_MOST:g} tokens, got {value:g}"
+        if name == _DECODE[0] and not 0 <= value <= 1:
+            return f"shares from 0 to 1, got {value:g}"
+        if name != _DECODE[0] and not _LEAST <= value <= _MOST:
+            return f"numbers from {_LEAST:g} to {_MOST:g}, got {value:g}"
+    if name != _SIZE and len(values) != number:
+        return f"{number} values, as many as {first}, got {len(values)}"
+    return ""
 
 
 def _load_numpy() -> ModuleType:

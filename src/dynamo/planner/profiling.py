@@ -187,7 +187,7 @@ class _Sweep:
 
     async def _read_metrics(self) -> dict[str, float]:
         page = await traffic_source.get(f"http://127.0.0.1:{self._port}/metrics")
-        return traffic_source.parse_metrics(page.decode(), _MODEL)
+        return traffic_source.parse_metrics(page.decode()).get(_MODEL, {})
 
     async def _read_size(self) -> EngineSize:
         facts = await self._read_metrics()

@@ -5,6 +5,11 @@ that were refused before any worker had them. A counter that fell belongs to a f
 from zero; after a reading that failed two are needed again. Without any answer the reading is `Missing`; if that lasts
 longer than `STALE_INTERVALS` intervals it is `Stale`.
 
+Frontends count a request for a LoRA adapter under the adapter's name; with a model named, those of its adapters count,
+too (`ListAdapters`). A request for completions of several prompts counts as so many, each with its share of the answer.
+Requests for unknown models, those that a semantic router answers itself, and questions which worker would answer, as an
+endpoint picker asks them, are no traffic.
+
 The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`), and from the
 queues of KV routers, whose requests no worker knows yet.
 """
@@ -14,7 +19,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -33,8 +38,8 @@ from dynamo.planner.observation import (
     Traffic,
     spread_buckets,
 )
-from dynamo.protocols import load
-from dynamo.runtime import events
+from dynamo.protocols import instances, load, model_card
+from dynamo.runtime import discovery, events
 from dynamo.runtime.http import client
 
 STALE_INTERVALS = 3
@@ -48,6 +53,9 @@ _MEANS = {  # field of Traffic: metric
     "duration_s": "request_duration_seconds",
 }
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
+_FURTHER = "further_prompts_total"  # of requests with several
+_QUERIES = "id_queries_total"  # which no worker answered
+_NO_MODEL = "unknown"  # the label of requests that no model has
 _EVER = "requests_ever"  # since the frontends' start
 _ENDED, _REFUSED = f"{_PREFIX}requests_total", "requests_refused"
 _REFUSALS = "validation|rate_limit"  # error types of requests that no worker has worked on
@@ -56,6 +64,7 @@ _INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
 _QUEUED, _QUEUED_TOKENS = "router_queue_pending_requests", "router_queue_pending_isl_tokens"
 _LENGTHS, _LENGTHS_BUCKET = "prompt_lens_le_", f"{_PREFIX}input_sequence_tokens_bucket"
 _EDGE = re.compile(r'le="([^"]+)"')
+_MODEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
 _GAUGES = (_INFLIGHT, _HELD, _QUEUED, _QUEUED_TOKENS)
 Reading = Fresh[Traffic] | Missing | Stale
 
@@ -96,16 +105,16 @@ async def get(url: str) -> bytes:
     return body
 
 
-def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
-    """Return the sum of each frontend metric over its labels, those of one model if one is named.
+def parse_metrics(exposition: str) -> dict[str, dict[str, float]]:
+    """Return the sum of each frontend metric over its labels, by the label of the model as it is written.
 
     Of the buckets those of the prompts' lengths are kept, as `prompt_lens_le_EDGE`. Values that are no finite number of
-    at least 0 are left out. Raises Unavailable if there is no metric of a frontend, or such a value counts requests: a
-    zero in its place would take workers away.
+    at least 0 are left out, but where they count requests: such a sum is NaN, as a zero in its place would take workers
+    away. Raises Unavailable if there is no metric of a frontend.
     """
     if _PREFIX not in exposition:
         raise errors.Unavailable(f"expected metrics {_PREFIX}..., got none")
-    totals: dict[str, float] = {}
+    sums_by_model: dict[str, dict[str, float]] = {}
     for line in exposition.splitlines():
         if not line.startswith(_PREFIX):
             continue
@@ -114,17 +123,40 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
         if not rest:
             name, _, value = line.partition(" ")
         key = _key_of(name, labels)
-        if key is None or (model and f'model="{model.lower()}"' not in labels):
+        if key is None:
             continue
         try:
             number = float(value)
         except ValueError:
             number = math.nan
-        if 0 <= number < math.inf:
-            totals[key] = totals.get(key, 0.0) + number
-        elif key in (_STARTED, _INFLIGHT, _HELD):
-            raise errors.Unavailable(f"expected a number of at least 0 as {name}, got {value}")
+        if not 0 <= number < math.inf:
+            if key not in (_STARTED, _INFLIGHT, _HELD):
+                continue
+            number = math.nan
+        model = _MODEL.search(labels)
+        sums = sums_by_model.setdefault(model[1] if model else "", {})
+        sums[key] = sums.get(key, 0.0) + number
+    return sums_by_model
+
+
+def sum_models(
+    sums_by_model: Mapping[str, Mapping[str, float]], labels: Collection[str] | None
+) -> dict[str, float]:
+    """Return the sums of the models with these labels, or of all. Raises Unavailable for a count that is no number."""
+    totals: dict[str, float] = {}
+    for label, sums in sums_by_model.items():
+        if label in labels if labels is not None else label != _NO_MODEL:
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+    for name in (_STARTED, _INFLIGHT, _HELD):
+        if math.isnan(totals.get(name, 0.0)):
+            raise errors.Unavailable(f"expected numbers of at least 0 as {_PREFIX}{name}")
     return totals
+
+
+def _label_of(model: str) -> str:
+    """Return a model's name as frontends write it in their metrics, and as PromQL does."""
+    return model.lower().replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _key_of(name: str, labels: str) -> str | None:
@@ -156,9 +188,35 @@ class _Memory:
 Expand = Callable[[str], Awaitable[Sequence[str]]]
 
 
+ListAdapters = Callable[[str], Awaitable[Collection[str]]]  # of a base model
+
+
 async def keep_url(url: str) -> Sequence[str]:
     """Return a URL as that of the one frontend that it leads to."""
     return (url,)
+
+
+async def list_none(model: str) -> Collection[str]:
+    """Return the adapters of a model that has none."""
+    return ()
+
+
+async def read_adapters(registry: discovery.Discovery, model: str) -> set[str]:
+    """Return the LoRA adapters of a model, by the cards of its workers; other models keep their names.
+
+    Raises Unavailable.
+    """
+    adapters: set[str] = set()
+    models: set[str] = set()
+    for value in (await registry.get_prefix(instances.CARDS)).values():
+        try:
+            card = msgspec.json.decode(value, type=model_card.CardRecord).card_json
+        except msgspec.DecodeError:  # of another version, perhaps: frontends do not serve it
+            continue
+        models.add(card.display_name)
+        if card.display_name.lower() == model.lower():
+            adapters.update(card.lora_names)
+    return adapters - models
 
 
 class FrontendSource:
@@ -175,26 +233,30 @@ class FrontendSource:
         clock: clocks.Clock,
         *,
         expand: Expand = keep_url,
+        list_adapters: ListAdapters = list_none,
     ) -> None:
         self.frontend_load = FrontendLoad()
         self._urls = urls
         for url in urls:
             client.split_url(url)
         self._model = model
-        self._expand = expand
+        self._expand, self._list_adapters = expand, list_adapters
         self._memory = _Memory(clock)
-        self._last: dict[str, dict[str, float]] = {}  # by URL
+        self._adapters: Collection[str] = ()  # at the last reading
+        self._last: dict[str, dict[str, dict[str, float]]] = {}  # by URL and model
 
     async def read(self, interval_s: float) -> Reading:
         """Return the traffic of the interval that ends now, of all frontends that answered at its beginning, too."""
         try:
+            labels = await self._read_labels()
             urls = [frontend for url in self._urls for frontend in await self._expand(url)]
             pages = await asyncio.gather(*(get(url.rstrip("/") + "/metrics") for url in urls))
-            totals = [parse_metrics(page.decode("utf-8", "replace"), self._model) for page in pages]
+            sums = [parse_metrics(page.decode("utf-8", "replace")) for page in pages]
+            totals = [sum_models(each, labels) for each in sums]
         except errors.Unavailable as error:
             self._last = {}  # what comes until the next answer is no traffic of one interval
             return self._memory.describe_failure(str(error), interval_s)
-        last, self._last = self._last, dict(zip(urls, totals, strict=True))
+        last, self._last = self._last, dict(zip(urls, sums, strict=True))
         self._memory.note_success()
         gauges = {name: sum(each.get(name, 0.0) for each in totals) for name in _GAUGES}
         self.frontend_load = frontend_load_of(gauges)
@@ -204,7 +266,7 @@ class FrontendSource:
         for url, after in zip(urls, totals, strict=True):
             if url not in last:
                 continue
-            before = last[url]
+            before = sum_models(last[url], labels)
             if after.get(_STARTED, 0.0) < before.get(_STARTED, 0.0):
                 before = {}  # it was restarted, and all its sums are new
             for name, value in after.items():
@@ -212,17 +274,32 @@ class FrontendSource:
                 changes[name] = changes.get(name, 0.0) + (rise if rise >= 0 else value)
         return Fresh(traffic_of(changes))
 
+    async def _read_labels(self) -> Collection[str] | None:
+        """Return the names that count, those of adapters that have gone since the last reading among them."""
+        if self._model is None:
+            return None
+        earlier, self._adapters = self._adapters, await self._list_adapters(self._model)
+        return {_label_of(name) for name in (self._model, *earlier, *self._adapters)}
+
 
 def traffic_of(changes: Mapping[str, float]) -> Traffic:
     """Return the traffic that the changes of the frontends' counters describe."""
     num_prompt = changes.get("input_sequence_tokens_sum", 0.0)
-    means = {
-        field: changes[f"{metric}_sum"] / count
-        for field, metric in _MEANS.items()
-        if (count := changes.get(f"{metric}_count", 0.0)) > 0 and f"{metric}_sum" in changes
-    }
+    num_queries = changes.get(_QUERIES, 0.0)
+    means: dict[str, float] = {}
+    for field, metric in _MEANS.items():
+        count = changes.get(f"{metric}_count", 0.0)
+        if field == "duration_s":
+            count -= num_queries
+        if count > 0 and f"{metric}_sum" in changes:
+            means[field] = changes[f"{metric}_sum"] / count
+    num_others = changes.get(_REFUSED, 0.0) + num_queries
+    num_requests = max(0.0, changes.get(_STARTED, 0.0) - num_others)
+    num_further = changes.get(_FURTHER, 0.0)
+    if "osl" in means:  # of all prompts of a request together
+        means["osl"] *= max(1.0, num_requests) / (max(1.0, num_requests) + num_further)
     return Traffic(
-        num_requests=max(0.0, changes.get(_STARTED, 0.0) - changes.get(_REFUSED, 0.0)),
+        num_requests=num_requests + num_further,
         hit_rate=min(1.0, changes.get(_CACHED, 0.0) / num_prompt) if num_prompt else 0.0,
         prompt_lens=prompt_lens_of(changes),
         **means,
@@ -244,30 +321,40 @@ def prompt_lens_of(changes: Mapping[str, float]) -> dict[float, float]:
     return spread_buckets(counts)
 
 
+def _make_queries(selector: str, range_text: str) -> tuple[dict[str, str], str]:
+    """Return a query for each change of a counter and each gauge, and that for the lengths of prompts."""
+    names = [_STARTED, _CACHED, _FURTHER, _QUERIES]
+    names += [f"{metric}_{part}" for metric in _MEANS.values() for part in ("sum", "count")]
+    queries = {name: f"sum(increase({_PREFIX}{name}{selector}{range_text}))" for name in names}
+    refused = f'{_ENDED}{{error_type=~"{_REFUSALS}",{selector[1:-1]}}}{range_text}'
+    queries[_STARTED] += f" - (sum(increase({refused})) or vector(0))"
+    queries |= {name: f"sum({_PREFIX}{name}{selector})" for name in _GAUGES}
+    queries[_EVER] = f"sum({_PREFIX}{_STARTED}{selector})"
+    return queries, f"sum by (le) (increase({_LENGTHS_BUCKET}{selector}{range_text}))"
+
+
 class PrometheusSource:
     """Asks a Prometheus server, which has read the frontends; `url` is an http URL, else ConfigError."""
 
-    def __init__(self, url: str, model: str | None, clock: clocks.Clock) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None,
+        clock: clocks.Clock,
+        *,
+        list_adapters: ListAdapters = list_none,
+    ) -> None:
         self.frontend_load = FrontendLoad()
         client.split_url(url)
         self._url = url.rstrip("/")
-        self._labels = f'{{model="{model.lower()}"}}' if model else ""
+        self._model, self._list_adapters = model, list_adapters
         self._memory = _Memory(clock)
 
     async def read(self, interval_s: float) -> Reading:
         """Return the traffic of the interval that ends now."""
-        range_text = f"[{max(1, round(interval_s))}s]"
-        names = [_STARTED, _CACHED]
-        names += [f"{metric}_{part}" for metric in _MEANS.values() for part in ("sum", "count")]
-        queries = {
-            name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
-        }
-        refused = f'{_ENDED}{{error_type=~"{_REFUSALS}",{self._labels[1:-1]}}}{range_text}'
-        queries[_STARTED] += f" - (sum(increase({refused})) or vector(0))"
-        queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in _GAUGES}
-        queries[_EVER] = f"sum({_PREFIX}{_STARTED}{self._labels})"
-        buckets = f"sum by (le) (increase({_LENGTHS_BUCKET}{self._labels}{range_text}))"
         try:
+            selector = await self._make_selector()
+            queries, buckets = _make_queries(selector, f"[{max(1, round(interval_s))}s]")
             *values, lengths = await asyncio.gather(
                 *(self._query(query) for query in (*queries.values(), buckets))
             )
@@ -283,13 +370,22 @@ class PrometheusSource:
             changes[_STARTED] = 0.0
         if _STARTED not in changes:
             reason = (
-                f"{self._url} has no two values of {_PREFIX}{_STARTED}{self._labels} in {range_text[1:-1]}:"
+                f"{self._url} has no two values of {_PREFIX}{_STARTED}{selector} in {max(1, round(interval_s))}s:"
                 " expected --adjustment-interval to be at least twice the time between its scrapes"
             )
             return self._memory.describe_failure(reason, interval_s)
         self._memory.note_success()
         self.frontend_load = frontend_load_of(changes)
         return Fresh(traffic_of(changes))
+
+    async def _make_selector(self) -> str:
+        """Return what selects the series of the model and its adapters in PromQL, or of all models."""
+        if self._model is None:
+            return f'{{model!="{_NO_MODEL}"}}'
+        names = [self._model.lower(), *map(str.lower, await self._list_adapters(self._model))]
+        if len(names) == 1:
+            return f'{{model="{_label_of(names[0])}"}}'
+        return f'{{model=~"{_label_of("|".join(map(re.escape, names)))}"}}'
 
     async def _query(self, query: str) -> list[tuple[dict[str, str], float]]:
         """Return the labels and the value of each row whose value is a finite number."""

@@ -103,7 +103,7 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
     loras: list[LoraName] = []
     access_key: HeaderText | None = None
     pricing: Pricing | None = None
-    context_length: int | None = None
+    context_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     accepts_images: bool = True
     accepts_tools: bool = True
     accepts_structured_output: bool = True
@@ -421,7 +421,10 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
 
 
 def list_doubts(settings: SemanticConfig) -> Iterator[str]:
-    """Yield notes on decisions that never apply, and on those that no model is named for."""
+    """Yield notes on rules and decisions that never apply, and on decisions that no model is named for."""
+    for rule in settings.keyword_rules:
+        if not any(rule.keywords):
+            yield f"keyword_rules.{rule.name}: it has no keywords, and never holds"
     for decision in settings.decisions:
         path, rules = f"decisions.{decision.name}", decision.rules
         if not rules.conditions:

@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from dynamo.base import errors
+from dynamo.runtime.http import json_body
 from dynamo.semantic import config, config_v03, encoder_labels, milvus_config, tool_database
 
 MAX_BYTES = 2**20
@@ -200,7 +201,7 @@ def _decode(
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)
     except msgspec.ValidationError as error:
-        raise errors.ConfigError(str(error).replace("`$", "`").replace("`.", "`")) from error
+        raise errors.ConfigError(json_body.explain(config.SemanticConfig, tree, error)) from error
     plugins = {"": _decode_plugins(settings.default_plugins, notes, "default_plugins")}
     for number, decision in enumerate(settings.decisions):
         path = f"decisions[{number}].plugins"
@@ -367,15 +368,15 @@ def _decode_plugins(listed: list[config.Plugin], notes: list[str], place: str) -
         kind = config.PLUGIN_TYPES.get(plugin.type)
         if kind is None:
             raise errors.ConfigError(
-                f"{path}: the plugin {plugin.type} is not supported; "
-                f"expected one of {', '.join(config.PLUGIN_TYPES)}"
+                f"{path}.type: {plugin.type!r} is not supported; expected one of {', '.join(config.PLUGIN_TYPES)}"
             )
         if plugin.type in plugins:  # the first would be forgotten
             raise errors.ConfigError(f"{path}: the plugin {plugin.type} stands twice")
         try:
             plugins[plugin.type] = msgspec.convert(plugin.configuration, kind)
         except msgspec.ValidationError as error:
-            raise errors.ConfigError(f"{path}.configuration: {error}") from error
+            text = json_body.explain(kind, plugin.configuration, error, f"{path}.configuration")
+            raise errors.ConfigError(text) from error
         info = msgspec.inspect.type_info(kind)
         unknown = _unknown_below(plugin.configuration, info, f"{path}.configuration.")
         notes.extend(f"{key}{_UNKNOWN}" for key in unknown)
@@ -407,12 +408,15 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
         "prompt_guard.use_vllm": settings.prompt_guard.enabled and settings.prompt_guard.use_vllm,
         "feedback_detector": bool(settings.feedback_detector.get("enabled")),
         "hallucination_mitigation": bool(settings.hallucination_mitigation.get("enabled")),
-        f"semantic_cache.backend_type: {cache.backend_type}": cache.enabled
-        and cache.backend_type not in ("memory", "milvus"),
     }
     for key, is_refused in refusals.items():
         if is_refused:
             raise errors.ConfigError(f"{key}: not supported here; leave it out or disable it")
+    if cache.enabled and cache.backend_type not in ("memory", "milvus"):
+        raise errors.ConfigError(
+            f"semantic_cache.backend_type: {cache.backend_type or 'nothing'} is not supported;"
+            " expected memory or milvus"
+        )
     if cache.enabled and cache.backend_type == "milvus":
         milvus_config.check(cache.milvus, cache.max_entries, cache.directory)
 
@@ -440,13 +444,13 @@ def _check_references(
     }
     for decision in settings.decisions:
         path = f"decisions.{decision.name}"
-        for condition in decision.rules.conditions:
+        for number, condition in enumerate(decision.rules.conditions):
+            place = f"{path}.rules.conditions[{number}]"
             if condition.type not in _SIGNALS:
                 raise errors.ConfigError(
-                    f"{path}: conditions of type {condition.type} are not supported; "
-                    f"expected one of {', '.join(_SIGNALS)}"
+                    f"{place}.type: {condition.type!r} is not supported; expected one of {', '.join(_SIGNALS)}"
                 )
-            _check_label(f"{path}: {condition.type}", condition.signal, signals[condition.type])
+            _check_label(f"{place}: {condition.type}", condition.signal, signals[condition.type])
     _check_guards(settings, plugins, pii_types)
     _check_models(settings)
 
@@ -487,6 +491,5 @@ def _check_models(settings: config.SemanticConfig) -> None:
 
 def _check_label(path: str, label: str, known: Any) -> None:
     if label not in known:
-        raise errors.ConfigError(
-            f"{path}: no such name: {label!r}; expected one of {sorted(known)}"
-        )
+        expected = f"one of {sorted(known)}" if known else "a name of which none is defined"
+        raise errors.ConfigError(f"{path}: no such name: {label!r}; expected {expected}")

@@ -1,7 +1,8 @@
 """The choice of a model: which can serve the request, which is best, and which the conversation had."""  # decider
 
 import collections
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +89,8 @@ class ConversationMemory:
         self.settings = settings
         self._clock = clock
         self._turns: collections.OrderedDict[str, AnsweredTurn] = collections.OrderedDict()
+        # gets the keys of each turn that this process answers, from any thread
+        self.on_remember: Callable[[Sequence[str], AnsweredTurn], None] | None = None
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -102,6 +105,12 @@ class ConversationMemory:
 
     def remember(self, keys: Sequence[str], decision: str, model: str) -> None:
         """Note which model answers the present turn."""
+        turn = self.note(keys, decision, model)
+        if self.on_remember is not None and keys and self.settings.enabled:
+            self.on_remember(keys, turn)
+
+    def note(self, keys: Sequence[str], decision: str, model: str) -> AnsweredTurn:
+        """Note a turn as it is answered here or, by what it says, at another process, and return it."""
         turn = AnsweredTurn(decision, model, self._clock.now())
         for key in keys:
             # large bodies are routed in a thread, which may forget it meanwhile
@@ -109,11 +118,15 @@ class ConversationMemory:
             self._turns[key] = turn
         while len(self._turns) > self.settings.max_conversations:
             self._turns.popitem(last=False)
+        return turn
 
 
-def response_key(tenant: str, response_id: str) -> str:
-    """Return the key of the turn that a response answered."""
-    return f"{tenant}\n{response_id}"
+def conversation_key(tenant: str, name: str) -> str:
+    """Return the key of a turn by the name of its session, the id of its response, or the hash of its messages.
+
+    Sessions have names of any length, and other processes are told the keys: they name neither tenant nor session.
+    """
+    return hashlib.blake2b(f"{tenant}\n{name}".encode(), digest_size=16).hexdigest()
 
 
 def conversation_keys(
@@ -124,18 +137,18 @@ def conversation_keys(
     The field `user` is no key: it names a person, or an application, with many conversations.
     """
     if session := headers.get("x-session-id"):
-        key = f"{tenant}\n{session}"
+        key = conversation_key(tenant, session)
         return [key], [key]
     previous = view.fields.get("previous_response_id")
-    earlier = [response_key(tenant, previous)] if isinstance(previous, str) else []
+    earlier = [conversation_key(tenant, previous)] if isinstance(previous, str) else []
     users = [n for n, message in enumerate(view.messages) if message.get("role") == "user"]
     if not users:
         return earlier, []
-    present = f"{tenant}\n{view.history_hash(users[-1] + 1)}"
+    present = conversation_key(tenant, view.history_hash(users[-1] + 1))
     if len(view.messages) > users[-1] + 1:  # a tool result: the user's last message was answered
         earlier.append(present)
     if len(users) > 1:
-        earlier.append(f"{tenant}\n{view.history_hash(users[-2] + 1)}")
+        earlier.append(conversation_key(tenant, view.history_hash(users[-2] + 1)))
     return earlier, [present]
 
 

@@ -18,6 +18,7 @@ from dynamo.semantic import guards, router
 MAX_LINE = 2**26  # bytes of one record
 MOST_EXAMPLES = 20  # of requests that change, by name
 ReadRequest = Callable[[router.SemanticRouter, bytes], guards.RequestClassifiers | None]
+_OF_VECTORS = ("/embed", "/rerank", "/score")  # in paths of requests that are not routed
 _DECISIVE = ("decision", "model", "reasoning", "path", "guards", "system prompt")
 
 
@@ -76,6 +77,8 @@ def _read_request(line: bytes, number: int) -> RecordedRequest | None:
         return None
     request = row.get("request", row) if isinstance(row, dict) else None
     if not isinstance(request, dict) or "model" not in request:
+        return None
+    if any(word in str(row.get("path")) for word in _OF_VECTORS):
         return None
     name = row.get("request_id") or f"line {number}"
     return RecordedRequest(str(name), msgspec.json.encode(request))

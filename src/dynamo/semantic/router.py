@@ -175,7 +175,7 @@ class SemanticRouter:
         """Note the id of a response, by which the next turn may name it; `data` is the first piece of its answer."""
         match = _RESPONSE_ID.search(data, 0, _ID_WITHIN)
         if match is not None and outcome.is_chosen:
-            key = model_choice.response_key(outcome.tenant, match[1].decode())
+            key = model_choice.conversation_key(outcome.tenant, match[1].decode())
             explanation = outcome.explanation
             self.conversations.remember([key], explanation.decision, explanation.model)
 

@@ -13,19 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.simulate.workload import SimulatedRequest, Trace
+from dynamo.simulate.workload import MOST_TOKENS, SimulatedRequest, Trace
 
 SCHEMA = "dynamo.request.trace.v1"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class _Replay(msgspec.Struct):
     trace_block_size: int
-    input_length: int
+    input_length: _Tokens
     input_sequence_hashes: list[int]
 
     def __post_init__(self) -> None:
@@ -41,7 +43,7 @@ class TracedRequest(msgspec.Struct):
     """One request as the frontend saw it. Rows of the original's frontend lack some of these fields."""
 
     request_received_ms: float
-    output_tokens: int = 0
+    output_tokens: _Tokens = 0
     model: str = ""
     cached_tokens: int | None = None
     ttft_ms: float | None = None

@@ -96,6 +96,29 @@ async def test_forced_audit_records_every_request(bare, tmp_path):
     assert row["response"]["choices"][0]["message"]["content"] == "hello"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/api/embed", {"input": "hi"}),
+        ("/v1/rerank", {"query": "hi", "documents": ["a"]}),
+        ("/v1/embeddings", {"input": "hi", "dimensions": 999}),
+    ],
+)
+async def test_forced_audit_records_requests_for_vectors(bare, tmp_path, path, fields):
+    bare.path = tmp_path / "audit.jsonl"
+    await bare.start(
+        audit_sinks=("jsonl",), audit_output_path=str(bare.path), audit_force_logging=True
+    )
+    await bare.embedder()
+    answer = await bare.client.post(path, json={"model": "e", **fields})
+    (row,) = await rows(bare)
+
+    assert (row["path"], row["model"], row["status"]) == (path, "e", answer.status_code)
+    assert row["request"] == {"model": "e", **fields}
+    assert row["response"] == answer.json()
+
+
 async def test_no_form_of_a_body_evades_a_forced_audit(bare, tmp_path):
     bare.path = tmp_path / "audit.jsonl"
     await bare.start(

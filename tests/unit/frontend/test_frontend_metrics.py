@@ -30,6 +30,16 @@ async def test_streamed_request_is_counted(rig):
     assert counted[P + 'request_duration_seconds_count{model="m"}'] == 1
 
 
+async def test_prompts_beside_the_first_of_a_request_are_counted(rig):
+    await rig.chat()
+    answer = await rig.complete(["a", "b", "c"])
+    counted = await rig.metrics()
+
+    assert answer.status_code == 200
+    assert counted[P + 'further_prompts_total{model="m"}'] == 2
+    assert counted[P + 'output_sequence_tokens_count{model="m"}'] == 2
+
+
 async def test_times_of_prompts_and_of_the_request_plane_are_observed(rig):
     await rig.chat()
     counted = await rig.metrics()

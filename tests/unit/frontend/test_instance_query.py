@@ -16,6 +16,7 @@ async def test_instance_query_answers_worker_and_tokens_without_a_request(rig):
     )
     assert rig.one.requests == []
     assert counted['dynamo_frontend_inflight_requests{model="m"}'] == 0
+    assert counted['dynamo_frontend_id_queries_total{model="m"}'] == 1
 
 
 async def test_instance_and_tokens_of_the_answer_can_be_sent_back(rig):

@@ -75,6 +75,31 @@ async def test_choice_of_the_model_is_explained(routed, text, model, policy, out
     assert "kind" not in of_worker
 
 
+CODE = {"role": "user", "content": "some python"}
+THANKS = [CODE, {"role": "assistant", "content": "print"}, {"role": "user", "content": "thanks"}]
+
+
+async def test_conversation_keeps_its_model_at_another_frontend(routed):
+    first = routed.client
+    await routed.start(semantic_router=str(routed.config))
+    thanks = {"model": "auto", "messages": [{"role": "user", "content": "thanks"}]}
+    named = {"x-session-id": "mine"}
+
+    async def ask_both(code, thanks, headers):
+        await first.post("/v1/chat/completions", json=code, headers=headers)
+        return await routed.client.post("/v1/chat/completions", json=thanks, headers=headers)
+
+    code = {"model": "auto", "messages": [CODE]}
+
+    async def is_kept():
+        return (await ask_both(code, thanks, named)).json().get("model") == "coder"
+
+    await routed.until(is_kept)
+    answer = await ask_both(code, thanks | {"messages": THANKS}, {})
+    assert answer.json()["model"] == "coder"
+    assert answer.headers["x-vsr-conversation"].startswith("stayed")
+
+
 async def test_stream_carries_the_headers(routed):
     answer = await routed.chat("some python", model="auto", stream=True)
 

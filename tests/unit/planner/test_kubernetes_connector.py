@@ -76,8 +76,19 @@ def test_pod_that_is_ready_again_after_a_failed_probe_has_not_started_so_long():
     found = state(pod("a", later), num_ordered=1, startups_s=known)
 
     assert found.startup_s == 30.0
-    assert state(pod("b"), num_ordered=1, startups_s=known).startup_s is None
-    assert known == {}
+
+
+def test_pool_that_has_no_pod_left_keeps_the_time_that_its_last_ones_took():
+    """A start after a sleep would else be given up after three times `--startup-time`, however long it takes."""
+    known = {}
+    state(pod("a", READY), num_ordered=1, startups_s=known)
+    asleep = state(num_ordered=0, startups_s=known)
+    starting = state(pod("b"), num_ordered=1, startups_s=known)
+    slower = READY | {"lastTransitionTime": "1970-01-01T00:02:50Z"}
+    ready = state(pod("b", slower), num_ordered=1, startups_s=known)
+
+    assert [each.startup_s for each in (asleep, starting, ready)] == [30.0, 30.0, 70.0]
+    assert known.keys() == {"b"}
 
 
 def test_time_since_a_failed_probe_before_the_first_observation_is_no_start():

@@ -1,4 +1,6 @@
 import errno
+import math
+import zipfile
 
 import numpy
 import pytest
@@ -153,17 +155,125 @@ def damage(kind, path):
         case "one array":
             with path.open("wb") as file:
                 numpy.save(file, numpy.array([1.0]))
-        case "unequal lengths":
-            numpy.savez(path, prefill_isl=[1.0, 2.0], prefill_ttft=[1.0], prefill_thpt_per_gpu=[1])
+        case "empty":
+            path.write_bytes(b"")
+        case "encrypted":
+            set_in_directory(path, content, 8, 1)
+        case "method":
+            set_in_directory(path, content, 10, 99)
 
 
-@pytest.mark.parametrize("kind", ["cut", "changed", "one array", "unequal lengths"])
+def set_in_directory(path, content, place, value):
+    """Change a byte of the first entry of a ZIP file's central directory."""
+    changed = bytearray(content)
+    changed[content.index(b"PK\x01\x02") + place] = value
+    path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["cut", "changed", "one array", "empty", "encrypted", "method"])
 def test_damaged_file_of_a_profile_is_named(tmp_path, kind):
     profile_files.write_profile(make_profile(), tmp_path)
-    damage(kind, tmp_path / profile_files.PREFILL_FILE)
+    path = tmp_path / profile_files.PREFILL_FILE
+    damage(kind, path)
 
-    with pytest.raises(errors.ConfigError, match=str(tmp_path)):
+    with pytest.raises(errors.ConfigError, match=f"^{path}: (prefill_[a-z]+: )?expected "):
         profile_files.read_profile(tmp_path)
+
+
+@pytest.mark.parametrize("num_values", [2**27, 2**45])
+def test_array_that_is_too_large_for_a_profile_is_not_read(tmp_path, num_values):
+    profile_files.write_profile(make_profile(), tmp_path)
+    path = tmp_path / profile_files.PREFILL_FILE
+    head = {"descr": "<f8", "fortran_order": False, "shape": (num_values,)}
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("prefill_isl.npy", "w") as array,
+    ):
+        numpy.lib.format.write_array_header_1_0(array, head)
+        for _ in range(65 if num_values == 2**27 else 0):
+            array.write(bytes(2**20))
+
+    with pytest.raises(errors.ConfigError, match=f"^{path}: "):
+        profile_files.read_profile(tmp_path)
+
+
+DECODE = {
+    "x_kv_usage": [0.1, 0.9],
+    "y_context_length": [100, 100],
+    "z_itl": [5.0, 9.0],
+    "z_thpt_per_gpu": [50.0, 300.0],
+    "max_kv_tokens": [1000],
+}
+PREFILL = {
+    "prefill_isl": [200, 100],
+    "prefill_ttft": [20.0, 10.0],
+    "prefill_thpt_per_gpu": [1.0, 1.0],
+}
+
+
+def read_arrays(directory, **changes):
+    for file, arrays in (
+        (profile_files.PREFILL_FILE, PREFILL),
+        (profile_files.DECODE_FILE, DECODE),
+    ):
+        (directory / file).parent.mkdir(exist_ok=True)
+        own = {name: value for name, value in changes.items() if name in arrays}
+        numpy.savez(directory / file, **arrays | own)
+    return profile_files.read_profile(directory)
+
+
+@pytest.mark.parametrize("name", [*PREFILL, *DECODE])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-1.0, "-1"),
+        (1j, "complex"),
+        ("text", "text"),
+        (None, "Object"),
+    ],
+)
+def test_wrong_value_in_a_file_of_a_profile_is_named_with_its_array(tmp_path, name, value, shown):
+    file = profile_files.PREFILL_FILE if name in PREFILL else profile_files.DECODE_FILE
+    values = numpy.array([*(PREFILL | DECODE)[name][:-1], value], None if value else object)
+
+    with pytest.raises(errors.ConfigError) as caught:
+        read_arrays(tmp_path, **{name: values})
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / file}: {name}: expected ")
+    assert shown in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"prefill_ttft": [1.0]}, "prefill_ttft: expected 2 values, as many as prefill_isl, got 1"),
+        ({"prefill_isl": []}, "prefill_isl: expected a value or more, got none"),
+        ({"prefill_isl": [100, 100]}, "prefill_isl: expected each length once, got 100 twice"),
+        ({"z_itl": [1.0] * 3}, "z_itl: expected 2 values, as many as x_kv_usage, got 3"),
+        ({"x_kv_usage": [10, 90]}, "x_kv_usage: expected shares from 0 to 1, got 10"),
+        (
+            {"y_context_length": [0, 0]},
+            "y_context_length: expected numbers from 1e-06 to 1e[+]12, got 0",
+        ),
+        ({"max_kv_tokens": []}, "max_kv_tokens: expected a value or more, got none"),
+        ({"max_kv_tokens": 0.5}, "max_kv_tokens: expected from 1 to 1e[+]12 tokens, got 0.5"),
+    ],
+)
+def test_contradiction_in_a_file_of_a_profile_is_named_with_its_array(tmp_path, changes, text):
+    with pytest.raises(errors.ConfigError, match=f"{text}$"):
+        read_arrays(tmp_path, **changes)
+
+
+def test_profile_of_one_point_and_of_unsorted_ones_is_read(tmp_path):
+    curve = read_arrays(tmp_path).prefill
+    single = read_arrays(tmp_path, **{name: [1.0] for name in (*PREFILL, *DECODE)})
+
+    assert curve.isl == (100, 200)
+    assert curve.ttft_s == (0.01, 0.02)
+    assert single.decode.best_rate(1.0, 1).throughput == 1
 
 
 def test_profile_takes_the_times_of_service():

@@ -57,3 +57,12 @@ def test_share_that_is_late_is_the_mean_over_the_times_that_requests_may_wait():
         return policies.late_share(4, waits_s=waits_s, **case)
 
     assert late({0.1: 1.0, 2.0: 3.0}) == pytest.approx((late({0.1: 1}) + 3 * late({2.0: 1})) / 4)
+
+
+def test_load_that_no_cluster_carries_takes_neither_time_nor_memory():
+    """A profile in wrong units makes such a load: throughputs of requests, for instance, in place of tokens."""
+    busy = 1e15
+
+    assert (
+        policies.least_workers(requests_per_s=busy, service_s=1.0, waits_s={0.1: 1.0}) == busy + 1
+    )

@@ -12,9 +12,11 @@ from dynamo.planner.traffic_source import (
     LoadSource,
     PrometheusSource,
     parse_metrics,
+    sum_models,
 )
-from dynamo.protocols import load
+from dynamo.protocols import instances, load, model_card
 from dynamo.runtime import events
+from dynamo.runtime.backends import memory
 from dynamo.runtime.http import exchange, server
 from dynamo.testing import clock as virtual
 
@@ -57,7 +59,7 @@ def test_address_that_no_reading_could_ask_is_refused_at_the_start(url):
 
 
 def test_values_of_one_model_are_summed_and_nonsense_is_left_out():
-    values = parse_metrics(PAGE.format(started=5, tokens=500, cached=0), "M")
+    values = sum_models(parse_metrics(PAGE.format(started=5, tokens=500, cached=0)), {"m"})
 
     assert values["requests_started_total"] == 5
     assert "inter_token_latency_seconds_sum" not in values
@@ -76,6 +78,108 @@ async def test_traffic_is_the_difference_of_two_readings(page):
     assert second.value.hit_rate == 0.5
     assert second.value.osl is None
     assert source.frontend_load.num_open == 3
+
+
+ADAPTERS = """dynamo_frontend_requests_started_total{{endpoint="chat",model="poet",request_type="stream"}} {poet}
+dynamo_frontend_inflight_requests{{model="poet"}} 2.0
+dynamo_frontend_requests_started_total{{endpoint="chat",model="po\\"et+",request_type="stream"}} {quoted}
+"""
+
+
+async def test_requests_for_adapters_of_the_model_are_its_traffic(page):
+    adapters = {"Poet"}
+
+    async def list_adapters(model):
+        return adapters
+
+    source = FrontendSource([page.url], "M", virtual.VirtualClock(), list_adapters=list_adapters)
+
+    def page_of(started, poet, quoted):
+        base = PAGE.format(started=started, tokens=0, cached=0)
+        return base + ADAPTERS.format(poet=poet, quoted=quoted)
+
+    page.text = page_of(5, 100, 1000)
+    await source.read(10)
+    page.text = page_of(6, 107, 1020)
+    adapters = {
+        "Poet",
+        'po"et+',
+    }  # it was loaded before, too: what it had then is no traffic of now
+    assert (await source.read(10)).value.num_requests == 1 + 7 + 20
+    assert source.frontend_load.num_open == 3 + 2
+    page.text = page_of(6, 110, 1021)
+    adapters = {'po"et+'}  # the other one was unloaded since the last reading
+    assert (await source.read(10)).value.num_requests == 3 + 1
+    page.text = page_of(6, 115, 1021)
+    assert (await source.read(10)).value.num_requests == 0
+
+
+async def test_prometheus_is_asked_for_adapters_of_the_model(monkeypatch):
+    queries = []
+
+    async def get(url):
+        queries.append(parse.unquote_plus(url.partition("query=")[2]))
+        return b'{"data":{"result":[]}}'
+
+    async def list_adapters(model):
+        return {'po"et+'}
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    clock = virtual.VirtualClock()
+    await PrometheusSource("http://p", "M", clock, list_adapters=list_adapters).read(30)
+    labels = r'{model=~"m|po\"et\\+"}'
+
+    assert f"sum(dynamo_frontend_inflight_requests{labels})" in queries
+
+
+async def test_adapters_of_a_model_are_read_from_its_cards():
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    cards = {"1": ("M", ("poet", "clerk")), "2": ("m", ("poet", "other")), "3": ("other", ("x",))}
+    for number, (name, adapters) in cards.items():
+        instance = instances.Instance(
+            namespace="dynamo", component="backend", endpoint="generate",
+            instance_id=int(number), transport={},
+        )  # fmt: skip
+        card = model_card.ModelCard(
+            display_name=name, source_path=name, context_length=1, kv_cache_block_size=1,
+            lora_names=adapters,
+        )  # fmt: skip
+        key, record = card.record_for(instance)
+        await registry.put(key, msgspec.json.encode(record))
+    await registry.put(f"{instances.CARDS}dynamo/backend/generate/4", b"no card")
+
+    assert await traffic_source.read_adapters(registry, "m") == {"poet", "clerk"}
+
+
+async def test_frontends_are_not_read_while_adapters_are_unknown(page):
+    async def list_adapters(model):
+        raise errors.Unavailable("discovery is away")
+
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
+    for source in (
+        FrontendSource([page.url], "m", virtual.VirtualClock(), list_adapters=list_adapters),
+        PrometheusSource(page.url, "m", virtual.VirtualClock(), list_adapters=list_adapters),
+    ):
+        assert (await source.read(10)) == Missing("discovery is away")
+
+
+async def test_further_prompts_of_a_request_are_sequences_of_their_own(page):
+    """A completion request may have a list of them; the metrics of an answer are then of all of them."""
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+
+    def page_of(started, further, answer_tokens):
+        return PAGE.format(started=started, tokens=0, cached=0) + (
+            f'dynamo_frontend_further_prompts_total{{model="m"}} {further}\n'
+            f'dynamo_frontend_output_sequence_tokens_sum{{model="m"}} {answer_tokens}\n'
+            f'dynamo_frontend_output_sequence_tokens_count{{model="m"}} {started}\n'
+        )
+
+    page.text = page_of(5, 0, 0)
+    await source.read(10)
+    page.text = page_of(15, 30, 1200)
+    traffic = (await source.read(10)).value
+
+    assert (traffic.num_requests, traffic.osl) == (40, 30)
 
 
 async def test_lengths_of_prompts_are_read_from_the_buckets_of_the_interval(page):
@@ -124,6 +228,42 @@ async def test_requests_that_are_refused_are_no_traffic(page):
     page.text = page_of(105, 82, 7)
 
     assert (await source.read(10)).value.num_requests == 20
+
+
+UNKNOWN = 'requests_started_total{endpoint="chat",model="unknown",request_type="unary"}'
+
+
+async def test_requests_that_no_model_has_are_no_traffic(page):
+    source = FrontendSource([page.url], None, virtual.VirtualClock())
+
+    def page_of(started, unknown):
+        text = PAGE.format(started=started, tokens=500, cached=0)
+        return f"{text}dynamo_frontend_{UNKNOWN} {unknown}\n"
+
+    page.text = page_of(5, 100)
+    await source.read(10)
+    page.text = page_of(7, 900)
+
+    assert (await source.read(10)).value.num_requests == 2
+
+
+async def test_questions_which_worker_would_answer_are_no_traffic(page):
+    """An endpoint picker asks before each request, which then comes to a frontend as well."""
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+
+    def page_of(number):
+        name = "dynamo_frontend_request_duration_seconds"
+        return PAGE.format(started=2 * number, tokens=500, cached=0) + (
+            f'dynamo_frontend_id_queries_total{{model="m"}} {number}\n'
+            f'{name}_sum{{model="m"}} {4 * number}\n{name}_count{{model="m"}} {2 * number}\n'
+        )
+
+    page.text = page_of(5)
+    await source.read(10)
+    page.text = page_of(12)
+    traffic = (await source.read(10)).value
+
+    assert (traffic.num_requests, traffic.duration_s) == (7, 4)
 
 
 async def test_no_request_is_a_measured_zero(page):
@@ -213,12 +353,14 @@ async def test_prometheus_is_asked(page):
     reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
 
     assert isinstance(reading, Fresh)
-    assert reading.value.num_requests == 7
+    assert (
+        reading.value.num_requests == 7
+    )  # seven that were started, or asked for an id, or further prompts
     assert reading.value.prompt_lens == {50.0 * (1 + 2 * part) / 4: 7 / 4 for part in range(4)}
     assert reading.value.isl == 1
 
 
-@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ",")])
+@pytest.mark.parametrize(("model", "labels"), [("M", ',model="m"'), (None, ',model!="unknown"')])
 async def test_prometheus_is_asked_for_requests_without_those_that_were_refused(
     monkeypatch, model, labels
 ):

@@ -88,7 +88,10 @@ def test_turn_that_another_thread_forgets_meanwhile_is_no_fault():
 def test_request_without_user_has_no_key_of_its_own():
     view = request_view.RequestView(chat([], previous_response_id="r"))
 
-    assert model_choice.conversation_keys(view, {}, "t") == (["t\nr"], [])
+    assert model_choice.conversation_keys(view, {}, "t") == (
+        [model_choice.conversation_key("t", "r")],
+        [],
+    )
 
 
 @pytest.mark.parametrize("body", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])

@@ -41,6 +41,15 @@ def compare(path, old=semantic_configs.CONFIG):
     )
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/v2/rerank", "/v1/score"])
+def test_recorded_request_for_vectors_is_not_replayed(trace, path):
+    """A forced audit has them; no frontend routes them."""
+    row = {"path": path, "request": {"model": "auto", "input": "Write python code"}}
+    trace.write_bytes(msgspec.json.encode(row))
+
+    assert (compare(trace).num_requests, compare(trace).num_skipped) == (0, 1)
+
+
 def test_changed_requests_are_counted_and_named(trace):
     report = compare(trace)
 

@@ -244,6 +244,20 @@ def read_rows(tmp_path, *argv):
     return json.loads(file.read_text())[1:]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [row(2000, length=10**12), row(2000, output_tokens=10**12), row(2000, output_tokens=-5)],
+)
+def test_length_that_no_model_has_is_refused_before_its_blocks_are_made(tmp_path, capsys, wrong):
+    path = write(tmp_path / "trace.jsonl", [row(1000), wrong])
+
+    assert replay("--trace", path) == 2
+    assert (
+        f"{path}:2: expected a row of a frontend's request trace: Expected"
+        in capsys.readouterr().err
+    )
+
+
 def test_no_more_sequences_run_at_once_than_the_profile_measured(day, tmp_path, capsys):
     times = dataclasses.replace(plan_worker.h100_8b(), max_num_seqs=2)
     profile_files.write_profile(plan_policies.sample_profile(times), tmp_path)

@@ -300,6 +300,7 @@ class EmbeddingPipeline:
         arrival = pipeline.record_arrival(
             client, self._pipeline.metrics, self._pipeline.start_trace
         )
+        client = self._pipeline.watch(client)
         headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
         try:
             request = await self._pipeline.unknown.decode(client, api.decode)

@@ -101,7 +101,8 @@ def describe(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case int() | float():
-            return str(value) if abs(value) < 10**_MAX_SHOWN else "a huge number"
+            is_short = isinstance(value, float) or abs(value) < 10**_MAX_SHOWN
+            return str(value) if is_short else "a huge number"
         case str():
             shown = value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "…"
             return f"a string ({shown!r})"
@@ -134,6 +135,11 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
             for name, inner in value.items()
             if name in fields
         }
+    if isinstance(value, dict) and (table := _alternative(expected, msgspec.inspect.DictType)):
+        return {
+            key: _adapt(table.value_type, inner, f"{place}.{key}", names)
+            for key, inner in value.items()
+        }
     if isinstance(value, list) and (items := _alternative(expected, msgspec.inspect.ListType)):
         return [
             _adapt(items.item_type, inner, f"{place}[{number}]", names)
@@ -145,26 +151,36 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
     return value
 
 
+def explain(cls: type[msgspec.Struct], value: Any, error: Exception, place: str = "") -> str:
+    """Return what is wrong with a value, at `place`, whose conversion to a type ended in this error.
+
+    For what is no body of a request, such as a file of settings.
+    """
+    expected = msgspec.inspect.type_info(cls)
+    return str(_locate(expected, _adapt(expected, value, place, []), error, place))
+
+
 def _locate(
     expected: msgspec.inspect.Type, value: Any, error: Exception, prefix: str
 ) -> errors.InvalidRequest:
     """Return the error for the wrong part of `value`, which stands at `prefix` in the body."""
     place = _PLACE.search(str(error))
     path = list(_SEGMENT.finditer(place["path"])) if place else []
-    within = "".join(segment[0] for segment in path).replace("[...]", "")
+    within, expected, wrong = _follow(expected, value, path)
     param = (prefix + within).lstrip(".")
-    expected, wrong = _follow(expected, value, path)
     return _make_error(param, expected, wrong, is_key=bool(place and place["key"]))
 
 
 def _follow(
     expected: msgspec.inspect.Type, value: Any, path: list[re.Match[str]]
-) -> tuple[msgspec.inspect.Type, Any]:
-    """Return type and value at the end of this path; UNSET is an unknown value."""
+) -> tuple[str, msgspec.inspect.Type, Any]:
+    """Return where this path leads: the place, with the keys that it lacks, type and value; UNSET: an unknown value."""
+    place = ""
     for segment in path:
         inner = _alternative(expected, _container(segment))
-        expected, value = _enter(inner, value, segment)
-    return expected, value
+        step, expected, value = _enter(inner, value, segment)
+        place += step
+    return place, expected, value
 
 
 def _container(segment: re.Match[str]) -> type[msgspec.inspect.Type]:
@@ -179,13 +195,20 @@ def _alternative(expected: msgspec.inspect.Type, kind: type[msgspec.inspect.Type
     return next((option for option in options if isinstance(option, kind)), None)
 
 
-def _enter(inner: Any, value: Any, segment: re.Match[str]) -> tuple[msgspec.inspect.Type, Any]:
+def _enter(inner: Any, value: Any, segment: re.Match[str]) -> tuple[str, msgspec.inspect.Type, Any]:
     if name := segment["name"]:
         field = next(field for field in inner.fields if field.encode_name == name)
-        return field.type, value[name]
+        return f".{name}", field.type, value[name]
     if index := segment["index"]:
-        return inner.item_type, value[int(index)]
-    return inner.value_type, msgspec.UNSET
+        return f"[{index}]", inner.item_type, value[int(index)]
+    struct = _alternative(inner.value_type, msgspec.inspect.StructType)
+    if struct is not None and value is not msgspec.UNSET:
+        for key, item in value.items():
+            try:
+                msgspec.convert(item, struct.cls)
+            except msgspec.ValidationError:
+                return f".{key}", struct, item
+    return "", inner.value_type, msgspec.UNSET
 
 
 def _make_error(
@@ -261,7 +284,8 @@ def _phrase(expected: msgspec.inspect.Type) -> str:
 def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType) -> str:
     kind = "a number" if isinstance(expected, msgspec.inspect.FloatType) else "a whole number"
     if expected.gt is not None:
-        return f"{kind} above {expected.gt} and at most {expected.le}"
+        end = f" and at most {expected.le}" if expected.le is not None else ""
+        return f"{kind} above {expected.gt}{end}"
     if expected.ge is not None:
         if expected.ge == expected.le:
             return f"{expected.ge}"
