@@ -158,7 +158,7 @@ class ResponseFormatter:
         self._open.texts.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
         head, middle, tail = self._open.delta
-        return b"%b%b%b%b%d%b" % (events, head, sse.encode(text), middle, number, tail)
+        return b"%b%b%b%b%d%b" % (events, head, sse.encode_inline(text), middle, number, tail)
 
     def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
         """Return the events that close the open item and the response."""
