@@ -42,8 +42,10 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return inputs.ResponseFormat(type=self.type, json_schema=schema)
 
 
-class ResponseToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `tool_choice` that is an object: it forces one tool, or limits the tools."""
+class ResponseToolChoice(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A `tool_choice` that is an object: it forces one tool, or limits the tools. Answers repeat it as it was sent."""
 
     type: Literal["function", "custom", "allowed_tools"]
     name: str | None = None
