@@ -109,6 +109,8 @@ class ResponseCountRequest(
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     reasoning: ReasoningOptions | None = None
+    # without effect
+    personality: inputs.Hint = None
     # refused, unless they ask for nothing
     conversation: None = None
 
@@ -160,6 +162,7 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     background: bool | None = None
     prompt_cache_retention: inputs.CacheRetention | None = None
     # without effect
+    background_options: inputs.Hint = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     include: list[str] | None = None
