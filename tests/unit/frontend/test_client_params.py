@@ -356,6 +356,13 @@ async def test_models_are_listed_in_anthropics_form(claude):
 
     assert [model.id for model in page.data] == ["m"]
     assert (one.type, one.created_at.year) == ("model", 2023)
+    assert one.model_fields_set == set(anthropic.types.ModelInfo.model_fields)
+
+
+async def test_message_has_all_fields_of_anthropics_type(claude):
+    message = await claude.messages.create(model="m", max_tokens=9, messages=SAY)
+
+    assert message.model_fields_set == set(anthropic.types.Message.model_fields)
 
 
 async def test_unknown_encoding_of_a_body_is_a_415_that_names_it(rig):

@@ -80,6 +80,7 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     stop_sequence: str | None
     stop_details: None
     container: None
+    diagnostics: None
     usage: MessageUsage
 
 
@@ -215,6 +216,7 @@ class MessageFormatter:
             "model": self._model,
             "content": content,
             **ending,
+            "diagnostics": None,
             "usage": usage
             | {"cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }
