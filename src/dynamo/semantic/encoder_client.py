@@ -59,7 +59,7 @@ class EncoderClient:
             others = [each for each in self._endpoint.instances if not self._endpoint.is_down(each)]
             if not others:
                 raise
-            _logger.warning("another process is asked, for that of the encoders was lost: %s", error)
+            _logger.warning("another encoder process is asked, as one was lost: %s", error)
         return await call(among=others)
 
 

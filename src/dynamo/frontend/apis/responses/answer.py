@@ -331,7 +331,8 @@ def _fixed_fields(
     request: responses_request.ResponsesRequest, answer_identity: sse.Identity
 ) -> dict[str, Any]:
     """Return the fields that are known before the answer: mostly those of the request."""
-    text, retention = request.text or responses_request.TextOptions(), request.prompt_cache_retention
+    text = request.text or responses_request.TextOptions()
+    retention = request.prompt_cache_retention
     described = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
     shown = {"format": {key: value for key, value in described.items() if value is not None}}
     if text.verbosity is not None:
