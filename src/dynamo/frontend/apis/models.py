@@ -180,7 +180,7 @@ def list_name_of_choice(
     rows: Sequence[dict[str, Any]],
     *name_fields: str,
 ) -> Sequence[dict[str, Any]]:
-    """Return the row of the name that asks the semantic router to choose: that of its default model, if it is in `rows`.
+    """Return the row of the name that asks the semantic router to choose: that of its default model, if it is listed.
 
     It belongs behind all others, for clients without a choice take the first.
     """

@@ -334,9 +334,8 @@ def _fixed_fields(
     text = request.text or responses_request.TextOptions()
     retention = request.prompt_cache_retention
     described = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
-    shown = {"format": {key: value for key, value in described.items() if value is not None}}
-    if text.verbosity is not None:
-        shown["verbosity"] = text.verbosity
+    shown = {key: value for key, value in described.items() if value is not None}
+    verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     sampling = answer_identity.sampling
     return {
         "object": "response",
@@ -360,7 +359,7 @@ def _fixed_fields(
         "temperature": sampling.temperature,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "text": shown,
+        "text": {"format": shown, **verbosity},
         "tool_choice": request.tool_choice or "auto",
         "tools": [_TOOL_DEFAULTS.get(tool["type"], {}) | tool for tool in request.tools or ()],
         "top_logprobs": 0,
