@@ -312,6 +312,13 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "hi\u2028"}],
+                "nvext": {"annotations": ["formatted_prompt"]},
+            },
+        ),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 150}),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 150, "stop": ["."]}),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 150, "logprobs": 1}),

@@ -162,7 +162,7 @@ def typed_event(data: dict[str, Any]) -> bytes:
 
 def annotation(name: str, value: str) -> bytes:
     """Return an event with an annotation of the request: a comment, which clients of the API skip."""
-    return b"event: " + name.encode() + b"\n: " + encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\n: " + encode_inline(value) + b"\n\n"
 
 
 def make_template(
