@@ -321,6 +321,8 @@ class ChoiceText:
                 text += self.stop_reason
             if output.finish_reason is not None and self.stop_reason is None:
                 text += self._stops.flush()
+        elif self._stops is not None:
+            text = self._stops.flush() + text
         return text
 
     @property

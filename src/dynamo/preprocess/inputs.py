@@ -239,10 +239,15 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     service_tier: ServiceTier | None = None
     user: str | None = None
     # refused, unless they ask for nothing
-    use_beam_search: bool | None = None
+    use_beam_search: Literal[False] | None = None
+    watermarking: Literal[False] | None = None
     length_penalty: Annotated[float, msgspec.Meta(ge=1, le=1)] | None = None
     logits_processors: None = None
     kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    logprob_token_ids: None = None
+    repetition_detection: None = None
+    vllm_xargs: None = None
     regex: None = None
     ebnf: None = None
     lora_path: None = None
@@ -255,10 +260,6 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and no API does."""
-        if self.use_beam_search:
-            raise errors.InvalidRequest.of_param(
-                "use_beam_search", "not supported; expected false or nothing, got true"
-            )
         if self.stop is not None and not all(self.stop_strings or ("-",)):
             raise errors.InvalidRequest.of_param(
                 "stop", "expected strings of at least one character, got an empty one"

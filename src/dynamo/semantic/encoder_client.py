@@ -1,5 +1,6 @@
 """The client of the encoders' process: one request for all texts that a routed request needs read."""
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ class EncoderClient:
                 if not self._has_waited:
                     self._has_waited = True
                     await self._endpoint.wait_for_instances(timeout_s)
-                reply = await self._endpoint.call(request, reply_type=encoders.ClassificationReply)
+                reply = await self._call(request)
         except TimeoutError:
             _logger.warning("the encoders did not answer within %g s", timeout_s)
             return {}
@@ -43,6 +44,23 @@ class EncoderClient:
             return {}
         keys = [(one.classifier, one.text) for one in inputs]
         return dict(zip(keys, reply.results, strict=False))
+
+    async def _call(self, request: encoders.ClassificationRequest) -> encoders.ClassificationReply:
+        """Return the reply; if a process is lost before its reply, that of one other, for the texts may have been why.
+
+        Raises as `EndpointClient.call`.
+        """
+        call = functools.partial(
+            self._endpoint.call, request, reply_type=encoders.ClassificationReply
+        )
+        try:
+            return await call()
+        except errors.WorkerLost as error:
+            others = [each for each in self._endpoint.instances if not self._endpoint.is_down(each)]
+            if not others:
+                raise
+            _logger.warning("another encoder process is asked, as one was lost: %s", error)
+        return await call(among=others)
 
 
 def make_client(runtime: component.DistributedRuntime) -> EncoderClient:

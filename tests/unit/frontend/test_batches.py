@@ -104,6 +104,43 @@ async def test_batch_answers_each_line_in_the_order_of_its_file(start):
     assert batch["metadata"] == {"a": "b"}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "names"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, ("prompt", "completion")),
+        ("/v1/responses", {"input": "hi"}, ("input", "output")),
+    ],
+)
+async def test_batch_has_model_and_usage_of_its_answers(start, endpoint, body, names):
+    rig = await start()
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": endpoint,
+            "body": {"model": "m", **body},
+        }
+        for number in range(3)
+    ]
+    batch = await begin(rig, lines, endpoint=endpoint)
+    ended_batch = await ended(rig, batch)
+    usages = [
+        row["response"]["body"]["usage"] for row in await rows(rig, ended_batch["output_file_id"])
+    ]
+    num_in, num_out = (sum(usage[f"{name}_tokens"] for usage in usages) for name in names)
+
+    assert (batch["model"], batch["usage"]) == (None, None)
+    assert ended_batch["model"] == "m"
+    assert num_in > 0
+    assert ended_batch["usage"] == {
+        "input_tokens": num_in,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_out,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_in + num_out,
+    }
+
+
 async def test_lines_wait_behind_requests_of_clients(start):
     rig = await start()
     await ended(rig, await begin(rig, [chat_line(1)]))

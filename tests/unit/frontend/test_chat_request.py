@@ -157,11 +157,12 @@ def test_keys_of_logit_bias_are_token_ids():
         ("tools", [TOOL] * 1025, "tools: expected a list of at most 1024, got a list of 1025"),
         ("length_penalty", 2, "length_penalty: expected 1, got 2"),
         ("functions", [TOOL], "functions: not supported; leave it out"),
-        (
-            "use_beam_search",
-            True,
-            "use_beam_search: not supported; expected false or nothing, got true",
-        ),
+        ("use_beam_search", True, "use_beam_search: not supported; leave it out"),
+        ("watermarking", True, "watermarking: not supported; leave it out"),
+        ("vllm_xargs", {"a": 1}, "vllm_xargs: not supported; leave it out"),
+        ("logprob_token_ids", [1], "logprob_token_ids: not supported; leave it out"),
+        ("repetition_detection", {}, "repetition_detection: not supported; leave it out"),
+        ("ec_transfer_params", {}, "ec_transfer_params: not supported; leave it out"),
         ("prompt_logprobs", 21, "prompt_logprobs: expected a whole number from 0 to 20, got 21"),
         ("audio", {}, "audio: not supported; leave it out"),
         (

@@ -76,7 +76,16 @@ TAKEN_BY_MESSAGES = {
     "tool_choice": {"type": "auto"},
     "inference_geo": "eu",
 }
+OF_THE_BETA = {
+    "billing_policy": {"type": "billing_policy", "bill_to": "self"},
+    "fallback_credit_token": "t",
+    "fallbacks": [{"model": "n"}],
+    "speed": "standard",
+    "user_profile_id": "u",
+    "workspace_id": "w",
+}
 REFUSED_BY_MESSAGES = {
+    "compaction": {"type": "compaction"},
     "container": "c",
     "mcp_servers": [{"type": "url", "url": "x", "name": "n"}],
 }
@@ -124,6 +133,21 @@ async def test_completion_accepts_the_parameter(gpt, name):
     assert answer.choices[0].text == ("hi hello" if name == "echo" else "hello")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"background_options": {"completion_window": "soonest"}}),
+        ("/v1/responses/input_tokens", {"personality": "friendly"}),
+    ],
+)
+async def test_strict_frontend_accepts_options_that_only_openais_servers_need(bare, path, fields):
+    await bare.start(unknown_parameters="refuse")
+    await bare.worker()
+    answer = await bare.client.post(path, json={"model": "m", "input": "hi", **fields})
+
+    assert answer.status_code == 200, answer.text
+
+
 async def test_completion_refuses_a_suffix(gpt):
     with pytest.raises(openai.BadRequestError) as caught:
         await gpt.completions.create(model="m", prompt="hi", suffix="s")
@@ -154,6 +178,33 @@ async def test_message_accepts_the_parameter(claude, name):
 
     assert answer.content[0].text == "hello"
     assert answer.usage.service_tier == "standard"
+
+
+async def test_strict_frontend_accepts_what_only_anthropics_servers_need(bare):
+    await bare.start(unknown_parameters="refuse")
+    await bare.worker()
+    body = {"model": "m", "messages": SAY, **OF_THE_BETA}
+    counted = await bare.client.post(
+        "/v1/messages/count_tokens", json=body | {"compaction": {"type": "compaction"}}
+    )
+    answer = await bare.client.post("/v1/messages", json=body | {"max_tokens": 9})
+
+    assert (counted.status_code, answer.status_code) == (200, 200), counted.text + answer.text
+
+
+async def test_schema_of_older_clients_is_that_of_the_answer(rig):
+    able = model_card.ModelRuntimeConfig(supports_guided=True)
+    guided = await rig.worker("g", runtime_config=able)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    expected = {"type": "json_schema", "schema": schema}
+    body = {"model": "g", "messages": SAY, "max_tokens": 9}
+    for fields in ({"output_format": expected}, {"output_config": {"format": expected}}):
+        answer = await rig.client.post("/v1/messages", json=body | fields)
+        assert answer.status_code == 200, answer.text
+    older, newer = [each.sampling_options.guided_decoding for each in guided.requests]
+
+    assert older is not None
+    assert older == newer
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p"])
@@ -305,6 +356,13 @@ async def test_models_are_listed_in_anthropics_form(claude):
 
     assert [model.id for model in page.data] == ["m"]
     assert (one.type, one.created_at.year) == ("model", 2023)
+    assert one.model_fields_set == set(anthropic.types.ModelInfo.model_fields)
+
+
+async def test_message_has_all_fields_of_anthropics_type(claude):
+    message = await claude.messages.create(model="m", max_tokens=9, messages=SAY)
+
+    assert message.model_fields_set == set(anthropic.types.Message.model_fields)
 
 
 async def test_unknown_encoding_of_a_body_is_a_415_that_names_it(rig):

@@ -97,6 +97,9 @@ async def test_model_with_shortenable_vectors_shortens_its_vectors(bare, model_d
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "expected 'float32'"),
         ({"input": "a", "endianness": "big"}, "endianness", "expected 'little' or 'native'"),
         ({"input": "a", "use_activation": False}, "use_activation", "expected True"),
+        ({"input": "a", "normalize": False}, "normalize", "expected True"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "expected True"),
+        ({"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "expected -1"),
     ],
 )
 async def test_invalid_embedding_field_is_a_400_with_its_name(rig, body, param, message):
@@ -290,7 +293,7 @@ async def test_embedding_requests_are_counted_under_their_endpoint(rig):
 async def test_embedding_limits_equal_openais():
     body = json.dumps({"model": "e", "input": ["a"] * embeddings.MAX_INPUTS}).encode()
 
-    assert len(embeddings.decode(body).prompts) == 2048
+    assert len(embeddings.API.decode(body).prompts) == 2048
 
 
 async def test_concurrent_requests_get_their_own_vectors(rig):

@@ -53,6 +53,7 @@ async def test_whole_message_has_all_fields(rig):
         "stop_sequence": None,
         "stop_details": None,
         "container": None,
+        "diagnostics": None,
         "usage": {
             "input_tokens": 25,
             "cache_creation_input_tokens": 0,
@@ -84,7 +85,7 @@ async def test_message_stream_is_exact_to_the_byte(rig):
     assert answer.text == (
         'event: message_start\ndata: {"type":"message_start","message":{"id":"' + message_id + '",'
         '"type":"message","role":"assistant","model":"m","content":[],"stop_reason":null,'
-        '"stop_sequence":null,"stop_details":null,"container":null,'
+        '"stop_sequence":null,"stop_details":null,"container":null,"diagnostics":null,'
         '"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
         '"cache_read_input_tokens":4,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},'
         '"server_tool_use":null,"cache_creation":null,"service_tier":"standard",'

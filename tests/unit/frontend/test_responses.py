@@ -65,6 +65,7 @@ async def test_whole_response_has_all_fields(rig):
         "previous_response_id": None,
         "prompt": None,
         "prompt_cache_key": None,
+        "prompt_cache_retention": None,
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": None,
         "service_tier": "default",

@@ -88,6 +88,13 @@ async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 1025}, "documents"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query"),
+        *(
+            (path, body | {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens")
+            for path, body in (
+                ("/v1/score", {"text_1": "a", "text_2": "b"}),
+                ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+            )
+        ),
     ],
 )
 async def test_invalid_field_is_a_400_with_its_name(rig, path, body, param):

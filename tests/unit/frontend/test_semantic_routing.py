@@ -160,6 +160,22 @@ async def test_name_that_asks_for_a_choice_is_among_the_models(routed):
     assert shown.json() == listed[-1]
 
 
+async def test_name_that_asks_for_a_choice_is_among_the_models_of_ollama(routed):
+    listed, loaded = [
+        (await routed.client.get(path)).json()["models"] for path in ("/api/tags", "/api/ps")
+    ]
+    shown = await routed.client.post("/api/show", json={"model": "MoM:latest"})
+    model = await routed.client.post("/api/show", json={"model": "m"})
+    ready = await routed.client.post("/api/generate", json={"model": "MoM"})
+
+    assert [row["name"] for row in listed] == ["coder", "m", "MoM"]
+    assert listed[-1] == listed[1] | {"name": "MoM", "model": "MoM"}
+    assert [row["name"] for row in loaded] == ["coder", "m"]  # nothing of that name is in a memory
+    assert shown.json()["model_info"]["general.basename"] == "MoM"
+    assert shown.json()["capabilities"] == model.json()["capabilities"]
+    assert (ready.json()["model"], ready.json()["done_reason"]) == ("MoM", "load")
+
+
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
     body = {
         "model": "auto",
@@ -546,10 +562,12 @@ async def test_name_of_choice_tells_no_default_model_that_the_key_may_not_ask(ba
     answers = [
         await bare.client.post("/tokenize", json=body, headers=headers),
         await bare.client.get("/v1/models/MoM", headers=headers),
+        await bare.client.post("/api/show", json={"model": "MoM"}, headers=headers),
         await bare.client.get("/v1/models", headers=headers),
+        await bare.client.get("/api/tags", headers=headers),
     ]
 
-    assert [answer.status_code for answer in answers] == [404, 404, 200]
+    assert [answer.status_code for answer in answers] == [404, 404, 404, 200, 200]
     assert not any("coder" in answer.text for answer in answers)
 
 

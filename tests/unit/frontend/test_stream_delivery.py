@@ -6,7 +6,7 @@ import pytest
 from frontend_rig import events, outputs
 
 from dynamo.base import errors
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_card
 
 
 def contents(text):
@@ -302,6 +302,54 @@ async def test_disconnected_client_of_a_stream_cancels_the_worker(rig):
 
     assert counted["dynamo_frontend_disconnected_clients"] == 1
     assert counted['dynamo_frontend_inflight_requests{model="m"}'] == 0
+
+
+LINE_ENDS = "\u2028\u2029\x85"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "hi\u2028"}],
+                "nvext": {"annotations": ["formatted_prompt"]},
+            },
+        ),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 150}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 150, "stop": ["."]}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 150, "logprobs": 1}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 150}),
+        ("/v2/models/p/generate_stream", {"text_input": "hi", "parameters": {"max_tokens": 150}}),
+    ],
+)
+async def test_no_character_of_an_answer_ends_a_line_for_clients_that_use_splitlines(
+    rig, path, body
+):
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    parsed = await rig.worker("p", runtime_config=facts)
+    text = (
+        f"<think>a{LINE_ENDS}</think>b{LINE_ENDS}"
+        f'<tool_call>{{"name": "look", "arguments": {{"at": "c{LINE_ENDS}"}}}}</tool_call>'
+    )
+    await rig.complete(text)
+    byte_ids = blocks.unpack(rig.one.requests[0].token_ids)
+    parsed.script = [*(generate.Output((one,)) for one in byte_ids), *outputs("", "eos")]
+    named = {} if path.startswith("/v2") else {"model": "p", "stream": True}
+    answer = await rig.client.post(path, json={**body, **named})
+    data = [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith("data: ") and line != "data: [DONE]"
+    ]
+
+    assert answer.status_code == 200
+    assert set(LINE_ENDS).isdisjoint(answer.text)
+    assert set(LINE_ENDS) <= set(json.dumps(data, ensure_ascii=False))
 
 
 async def test_annotations_come_first_each_as_an_event_with_a_comment(rig):

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from frontend_rig import events, outputs
 
-from dynamo.protocols import generate
+from dynamo.protocols import generate, model_card
 
 # OpenAI says `store` and penalties of a response, which its own types do not know; `context_window` of a model is the
 # original's, `reasoning_content` of a message and `max_model_len`, `root` and `parent` of a model are vLLM's.
@@ -106,6 +106,29 @@ async def test_response_matches_openais_schema(rig):
     check(openai.types.responses.Response, whole)
     for part in filter(None, stream.text.split("\n\n")):
         check(_EVENT, json.loads(part.partition("data: ")[2]))
+
+
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tool_choice", {"type": "function", "name": "look"}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "look"}]}),
+        ("text", {"format": {"type": "text"}, "verbosity": "low"}),
+        ("prompt_cache_retention", "24h"),
+        ("max_tool_calls", 3),
+    ],
+)
+async def test_response_repeats_the_parameter_in_openais_form(rig, name, value):
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", supports_guided=True)
+    await rig.worker("p", runtime_config=facts)
+    body = {"model": "p", "input": "hi", "tools": [LOOK], name: value}
+    whole = (await rig.client.post("/v1/responses", json=body)).json()
+
+    check(openai.types.responses.Response, whole)
+    assert whole[name] == value
 
 
 async def test_message_matches_anthropics_schema(rig):

@@ -50,6 +50,16 @@ def test_token_that_ended_the_choice_is_hidden(decoder, ids_of, reason):
     assert "".join(pieces) == "cat"
 
 
+@pytest.mark.parametrize("ending", [None, LENGTH])
+def test_beginning_of_a_stop_string_goes_out_as_stop_strings_pass(decoder, ids_of, ending):
+    text = new(decoder, stop=("\n\nHuman",))
+    pieces = [text.push(output) for output in outputs(ids_of("<think>\n"), None)]
+    text.passes_stops = True
+    pieces += [text.push(output) for output in outputs(ids_of("\nHuman"), ending)]
+
+    assert "".join(pieces) == "<think>\n\nHuman"
+
+
 def test_last_token_before_the_limit_is_shown(decoder, ids_of):
     assert (
         new(decoder).push(generate.Output(token_ids=ids_of("cat"), finish_reason=LENGTH)) == "cat"

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 
 import httpx
@@ -23,7 +24,7 @@ from dynamo.runtime.http import server
 from dynamo.semantic import encoder_client, encoder_scores, service
 from dynamo.worker import classifier_set, health, semantic_encoder
 from semantic_configs import chat
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 WORDS = ["good", "bad", "ann", "##s", *(f"word{n}" for n in range(300))]
 LABELS = {
@@ -151,6 +152,34 @@ async def test_no_process_and_a_refusal_are_no_answers(directory, cluster, clien
         await client._endpoint.wait_for_instances(PATIENT_S)
         assert await client.classify(texts("mood", "good"), PATIENT_S) == {}
     assert "no encoder is loaded for mood" in caplog.text
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+async def test_call_whose_process_is_lost_goes_to_another_one(cluster, client, num_lost):
+    name = instances.EndpointName("dynamo", encoders.COMPONENT, encoders.ENDPOINT)
+    result = encoders.TextLabels(labels=("benign",), windows=((1.0,),))
+    calls = []
+
+    def handle(number, call):
+        calls.append(number)
+        if len(calls) > num_lost:
+            call.reply(encoders.ClassificationReply(results=(result,)))
+            call.finish()
+
+    runtimes = [await component.DistributedRuntime.in_memory(cluster) for _ in range(2)]
+    for number, runtime in enumerate(runtimes):
+        await runtime.register(name, functools.partial(handle, number))
+    await until(lambda: len(client._endpoint.instances) == 2)
+    async with asyncio.TaskGroup() as group:
+        answers = group.create_task(client.classify(texts("attack", "good"), PATIENT_S))
+        for num in range(1, num_lost + 1):
+            await until(lambda num=num: len(calls) == num or answers.done())
+            await runtimes[calls[-1]].close()
+    for runtime in runtimes:
+        await runtime.close()
+
+    assert sorted(calls) == [0, 1]  # none is asked again
+    assert answers.result() == ({("attack", "good"): result} if num_lost == 1 else {})
 
 
 async def test_more_than_may_wait_is_refused_as_overload(directory, cluster):

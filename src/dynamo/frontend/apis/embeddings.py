@@ -231,6 +231,9 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
     use_activation: Literal[True] | None = None
+    normalize: Literal[True] | None = None
+    add_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None  # -1: as much as fits
 
     @property
     def prompts(self) -> list[inputs.Prompt]:
@@ -267,16 +270,13 @@ def wrong_input(param: str, expected: str, got: str) -> errors.InvalidRequest:
     return errors.InvalidRequest.of_param(param, f"expected {expected}, got {got}")
 
 
-decode = json_body.RequestDecoder(TextEmbeddingRequest).decode
-
-
 def _make_list(plan: EmbeddingPlan, vectors: Sequence[Any]) -> dict[str, Any]:
     usage = EmbeddingUsage(prompt_tokens=plan.num_tokens, total_tokens=plan.num_tokens)
     return {"object": "list", "data": vectors, "model": plan.model, "usage": usage}
 
 
 API = EmbeddingApi(
-    decode=decode,
+    decode=json_body.RequestDecoder(TextEmbeddingRequest).decode,
     make_vector=lambda number, vector: msgspec.Raw(
         sse.encode({"object": "embedding", "index": number, "embedding": vector})
     ),

@@ -116,7 +116,7 @@ def operations(
     connect: Callable[[instances.EndpointName], client.EndpointClient],
 ) -> Sequence[Operation]:
     """Return the operations that show models, and those that change models on demand."""
-    models, rights, semantic = handlers.models, handlers.rights, handlers.pipeline.semantic
+    models, rights = handlers.models, handlers.rights
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
     @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
@@ -129,10 +129,7 @@ def operations(
             for start in list_on_demand()
             if start.model not in names and rights.may_see(client, start.model)
         ]
-        if semantic is not None:
-            default = handlers.default_of(client, semantic.listed_name)
-            # behind all others: clients without a choice take the first
-            rows += [row | {"id": semantic.listed_name} for row in rows if row["id"] == default]
+        rows += list_name_of_choice(handlers, client, rows, "id")
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
@@ -177,6 +174,24 @@ def _change_operations(handlers: RequestHandlers, changer: ModelChanger) -> Sequ
     return api.entries
 
 
+def list_name_of_choice(
+    handlers: RequestHandlers,
+    client: exchange.Exchange,
+    rows: Sequence[dict[str, Any]],
+    *name_fields: str,
+) -> Sequence[dict[str, Any]]:
+    """Return the row of the name that asks the semantic router to choose: that of its default model, if it is listed.
+
+    It belongs behind all others, for clients without a choice take the first.
+    """
+    semantic = handlers.pipeline.semantic
+    if semantic is None:
+        return ()
+    default = handlers.default_of(client, semantic.listed_name)
+    names = dict.fromkeys(name_fields, semantic.listed_name)
+    return [row | names for row in rows if row[name_fields[0]] == default]
+
+
 def _anthropic_page(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the models in Anthropic's form, all on one page."""
     models = [_anthropic_model(row) for row in rows]
@@ -196,6 +211,9 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
         "display_name": row["id"],
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
+        "line": None,
+        "deprecated_at": None,
+        "retires_at": None,
         "max_input_tokens": row["context_window"],
         "max_tokens": row["context_window"],
         "capabilities": None,

@@ -35,6 +35,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queries: _Texts | None = None  # vLLM's later names of the same
     documents: _Texts | None = None
     user: str | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None  # refused, unless it cuts nothing that fits
 
     dimensions = None
     encoding_format = None
@@ -108,6 +109,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     return_documents: bool | None = None  # in the answer; None: yes
     max_tokens_per_doc: Count | None = None
     user: str | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None  # refused, unless it cuts nothing that fits
 
     dimensions = None
     encoding_format = None

@@ -364,6 +364,7 @@ class BatchJournal:
                 output_file_id=ids.get("output"),
                 error_file_id=ids.get("errors"),
                 errors=lines.LineErrors(data=[*wrong]) if wrong else None,
+                **lines.summarize(row for (row,) in database.execute(_ANSWERS, (batch_id, 0))),
             )
             self._update(database, batch)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))

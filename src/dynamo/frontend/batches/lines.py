@@ -5,7 +5,8 @@ file has the same custom_id.
 """  # decider
 
 import codecs
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -126,6 +127,16 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
+class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of all answers, without those of lines that failed."""
+
+    input_tokens: int
+    input_tokens_details: sse.PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: sse.CompletionTokensDetails
+    total_tokens: int
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch. Times are seconds since 1970."""
 
@@ -148,6 +159,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = RequestCounts()
+    # once it has ended
+    model: str | None = None
+    usage: BatchUsage | None = None
     metadata: dict[str, Any] | None = None
 
     def with_status(self, status: Status, now_s: float, **fields: Any) -> "Batch":
@@ -341,6 +355,7 @@ def answer_row(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
 
 class _AnswerBody(msgspec.Struct, frozen=True):
     model: str = ""
+    usage: dict[str, Any] | None = None
 
 
 class _LineResponse(msgspec.Struct, frozen=True):
@@ -352,11 +367,41 @@ class _AnswerRow(msgspec.Struct, frozen=True):
 
 
 _decode_answer = msgspec.json.Decoder(_AnswerRow).decode
+_COUNTED_TOKENS = (
+    ("input", "prompt", "cached_tokens"),
+    ("output", "completion", "reasoning_tokens"),
+)
 
 
 def model_of(row: bytes) -> str:
     """Return the name of the model in the row of an answer that is no error."""
     return _decode_answer(row).response.body.model
+
+
+def summarize(rows: Iterable[bytes]) -> dict[str, Any]:
+    """Return the model of all answers that are no errors, if it is one, and their usage, as the fields of a batch.
+
+    Responses count tokens by names of their own.
+    """
+    counts, models = collections.Counter[str](), set()
+    for row in rows:
+        body = _decode_answer(row).response.body
+        models.add(body.model)
+        usage = body.usage or {}
+        for name, other_name, detail in _COUNTED_TOKENS:
+            prefix = name if f"{name}_tokens" in usage else other_name
+            counts[name] += usage.get(f"{prefix}_tokens", 0)
+            counts[detail] += (usage.get(f"{prefix}_tokens_details") or {}).get(detail, 0)
+    usage_sum = BatchUsage(
+        input_tokens=counts["input"],
+        input_tokens_details=sse.PromptTokensDetails(cached_tokens=counts["cached_tokens"]),
+        output_tokens=counts["output"],
+        output_tokens_details=sse.CompletionTokensDetails(
+            reasoning_tokens=counts["reasoning_tokens"]
+        ),
+        total_tokens=counts["input"] + counts["output"],
+    )
+    return {"model": models.pop() if len(models) == 1 else None, "usage": usage_sum}
 
 
 def expired_row(line_id: str, custom_id: str) -> bytes:

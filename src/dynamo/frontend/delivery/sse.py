@@ -22,11 +22,8 @@ from dynamo.protocols import generate, model_card
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
-# What ends a line for clients: a line break between the arguments of a call, as its model wrote them, and in a text
-# U+0085, U+2028 and U+2029, for those that use Python's `splitlines` or httpx's `iter_lines`.
+# What ends a line in a text for clients that use Python's `splitlines` or httpx's `iter_lines`, as LiteLLM does.
 _LINE_ENDS = (
-    (b"\n", b" "),
-    (b"\r", b" "),
     (b"\xc2\x85", rb"\u0085"),
     (b"\xe2\x80\xa8", rb"\u2028"),
     (b"\xe2\x80\xa9", rb"\u2029"),
@@ -138,27 +135,34 @@ class EventFormatter(AnswerFormatter, Protocol):
         ...
 
 
-def encode_line(data: Any) -> bytes:
-    """Return a line of JSON, which no character in it ends."""
-    line = encode(data)
+def encode_inline(data: Any) -> bytes:
+    """Return JSON for a part of a line, which no character in it ends."""
+    encoded = encode(data)
+    if encoded.isascii():  # mostly so, and quick to find
+        return encoded
     for end, escaped in _LINE_ENDS:
-        line = line.replace(end, escaped)
-    return line + b"\n"
+        encoded = encoded.replace(end, escaped)
+    return encoded
+
+
+def encode_line(data: Any) -> bytes:
+    """Return a line of JSON; line breaks between the arguments of a call, as its model wrote them, become blanks."""
+    return encode_inline(data).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
 
 
 def event(data: Any) -> bytes:
     """Return an event with this data."""
-    return b"data: " + encode(data) + b"\n\n"
+    return b"data: " + encode_inline(data) + b"\n\n"
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
     """Return an event with the `type` in its data as its name."""
-    return f"event: {data['type']}\ndata: ".encode() + encode(data) + b"\n\n"
+    return f"event: {data['type']}\ndata: ".encode() + encode_inline(data) + b"\n\n"
 
 
 def annotation(name: str, value: str) -> bytes:
     """Return an event with an annotation of the request: a comment, which clients of the API skip."""
-    return b"event: " + name.encode() + b"\n: " + encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\n: " + encode_inline(value) + b"\n\n"
 
 
 def make_template(

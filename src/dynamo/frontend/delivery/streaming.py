@@ -58,11 +58,11 @@ class StreamDelivery(delivery.Delivery):
         if choice.text.stop_reason is not None:
             choice.finish_reason = generate.FinishReason.STOP
             head, tail = template
-            event = head + sse.encode(text) + tail if text else b""
+            event = head + sse.encode_inline(text) + tail if text else b""
             self._end_choice(choice, event)
         elif text:
             head, tail = template
-            self.client.write(head + sse.encode(text) + tail)
+            self.client.write(head + sse.encode_inline(text) + tail)
 
     def deliver_all(self, outputs: Sequence[generate.Output], first: int = 0) -> None:
         """Take outputs that came together; those of a plain text are measured and written together."""
@@ -76,7 +76,7 @@ class StreamDelivery(delivery.Delivery):
             events: list[bytes] = []
             for text in map(choice.push, middle):
                 if text:
-                    events += (template.head, sse.encode(text), template.tail)
+                    events += (template.head, sse.encode_inline(text), template.tail)
             self.client.write(b"".join(events))
         for output in outputs[len(middle) :]:
             self.deliver(output)
@@ -162,7 +162,7 @@ class StreamDelivery(delivery.Delivery):
         if template is None:
             chunk = self._formatter.chunk(sse.ChoicePart(index, piece))
             return sse.event({**chunk, **self._extra()})
-        return template.head + sse.encode(text) + template.tail
+        return template.head + sse.encode_inline(text) + template.tail
 
     def _extra(self, *, is_last: bool = False) -> dict[str, Any]:
         """Return the fields of a chunk beside its choices. With include_usage, `usage` is null until the end."""

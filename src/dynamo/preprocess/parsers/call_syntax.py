@@ -42,6 +42,7 @@ def _read_call(members: Members) -> parser.ToolCall | None:
     """Return the call of an object; models use either of two names for its tool and for its arguments.
 
     Of arguments that stand twice the first object behind the name counts, which a stream has shown (`JsonPreview`).
+    With an object of another name in their place it is no call, for they would be lost.
     """
     values: dict[str, str] = {}
     for key, value in members:
@@ -53,6 +54,8 @@ def _read_call(members: Members) -> parser.ToolCall | None:
             value = _decode_text(value)
         values[key] = values.get(key, value) if key == "tool_name" else value
     arguments = values.get("arguments") or values.get("parameters") or ""
+    if not arguments and any(value.startswith("{") for value in values.values()):
+        return None
     return parse_call(values.get("name") or values.get("tool_name") or "", arguments)
 
 

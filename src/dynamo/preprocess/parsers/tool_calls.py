@@ -159,24 +159,26 @@ class ToolCallParser(parser.StateMachineParser):
             else None
         )
         # An answer may be JSON: without a mark, only calls of known tools are meant as calls.
-        if calls is None or not (
-            self._lead.strip() or all(call.name in self._tools for call in calls)
-        ):
-            self._leave("" if self._begun else self._lead + body)
-        else:
+        if calls is not None and not self._lead.strip():
+            calls = calls if all(call.name in self._tools for call in calls) else None
+        if calls is not None:
             self._complete(calls)
-            self._lead, self._body = "", []
+        if calls is None and not self._begun:
+            self._leave(self._lead + body)
+        else:
+            self._lead, self._body, self._begun = "", [], []
             self._step = ToolCallParser._read_between
-        self._begun = []
         return True
 
     def _show(self, events: Sequence[parser.CallBegin | parser.CallArguments]) -> None:
-        """Emit the parts of calls; nothing more from a call on that has to come whole."""
+        """Emit the parts of calls; nothing more from a call on that has to come whole, or follows one that is none."""
         for event in events:
             if isinstance(event, parser.CallArguments):
                 self._begun[-1][1].append(event.text)
-            elif event.name in (self._whole_tools or ()) or not (
-                self._lead.strip() or event.name in self._tools
+            elif (
+                event.name in (self._whole_tools or ())
+                or not (self._lead.strip() or event.name in self._tools)
+                or not self._has_valid_call()
             ):
                 self._preview = None
                 return
@@ -185,6 +187,13 @@ class ToolCallParser(parser.StateMachineParser):
                     self._events.append(parser.CallEnd())
                 self._begun.append((event.name, []))
             self._events.append(event)
+
+    def _has_valid_call(self) -> bool:
+        """Return whether the arguments that were shown last are JSON, if any were: a preview does not check them."""
+        if not self._begun:
+            return True
+        name, arguments = self._begun[-1]
+        return call_syntax.parse_call(name, "".join(arguments)) is not None
 
     def _complete(self, calls: Sequence[parser.ToolCall]) -> None:
         """Emit what is missing of the calls of a body."""

@@ -220,6 +220,22 @@ def test_several_calls_in_one_array_come_in_parts():
     ]
 
 
+@pytest.mark.parametrize("text", ['"\\utrue"', '"{"a":1}"', "01"])
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("phi4", 'functools[{"name": "f", "arguments": {"a": %}}, {"name": "g", "arguments": {}}]'),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": %}}, {"g": {}}]<|tools_suffix|>'),
+    ],
+)
+def test_call_with_arguments_that_are_no_json_does_not_end_as_another_one_follows(
+    name, calls, text
+):
+    events = read(make_parser(name, whole_tools=()), *calls.replace("%", text))
+
+    assert events == [parser.CallBegin("f"), parser.CallArguments('{"a": %}'.replace("%", text))]
+
+
 def test_second_object_of_a_message_is_no_call():
     text = '<|channel|>commentary to=functions.f<|message|>{"a": 1}{"b": {"c": 2}}<|call|>'
     events = read(make_parser("harmony", whole_tools=()), *text)

@@ -98,6 +98,14 @@ def test_call_without_arguments_has_empty_arguments():
     assert read(make_parser("hermes"), text) == [parser.ToolCall("now", "{}")] * 2
 
 
+@pytest.mark.parametrize("whole_tools", [None, ()])
+@pytest.mark.parametrize("key", ["args", "input", "function_arguments"])
+def test_call_with_arguments_of_another_name_is_content(key, whole_tools):
+    text = f'<tool_call>{{"name": "get_time", "id": 1, "{key}": {{"city": "Paris"}}}}</tool_call>'
+
+    assert read(make_parser("hermes", whole_tools=whole_tools), text) == [content(text)]
+
+
 def test_arguments_inside_a_string_are_unwrapped():
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
 

@@ -80,6 +80,7 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     stop_sequence: str | None
     stop_details: None
     container: None
+    diagnostics: None
     usage: MessageUsage
 
 
@@ -142,7 +143,7 @@ class MessageFormatter:
             b"" if kind == self._open_kind else self._close_block() + self._open_block(kind, piece)
         )
         head, tail = self._template
-        return opening + head + sse.encode(text) + tail
+        return opening + head + sse.encode_inline(text) + tail
 
     def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
         """Return the events that close the open block and report why the answer ended, and its usage."""
@@ -215,6 +216,7 @@ class MessageFormatter:
             "model": self._model,
             "content": content,
             **ending,
+            "diagnostics": None,
             "usage": usage
             | {"cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }

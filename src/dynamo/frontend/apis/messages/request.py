@@ -79,9 +79,17 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     tool_choice: ToolSelection | None = None
     cache_control: content_blocks.CacheControl | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # of older clients: that of `output_config`
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # without effect
+    billing_policy: inputs.Hint = None
+    compaction: inputs.Hint = None
     context_management: inputs.Hint = None
+    fallback_credit_token: inputs.Hint = None
+    fallbacks: inputs.Hint = None
+    speed: inputs.Hint = None
+    user_profile_id: inputs.Hint = None
+    workspace_id: inputs.Hint = None
     # refused, unless they ask for nothing
     mcp_servers: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
@@ -118,11 +126,9 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
     # without effect
     service_tier: inputs.ServiceTier | None = None
     inference_geo: inputs.Hint = None
-    speed: inputs.Hint = None
     diagnostics: inputs.Hint = None
-    user_profile_id: inputs.Hint = None
-    workspace_id: inputs.Hint = None
     # refused, unless they ask for nothing
+    compaction: None = None
     container: None = None
     thread: dict[str, Any] | None = None
 
@@ -258,8 +264,9 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         builder.append_turn(turn, f"messages[{number}].content")
     last, choice, config = builder.messages[-1], request.tool_choice, request.output_config
     response_format = None
-    if config is not None and config.format is not None:
-        schema = inputs.JsonSchema(name="output", schema=config.format.schema)
+    output_format = (config and config.format) or request.output_format
+    if output_format is not None:
+        schema = inputs.JsonSchema(name="output", schema=output_format.schema)
         response_format = inputs.ResponseFormat(type="json_schema", json_schema=schema)
     return MessageConversation(
         model=request.model,

@@ -323,6 +323,8 @@ class OllamaHandlers:
             for start in starts
             if start.model not in names and self._handlers.rights.may_see(client, start.model)
         ]
+        if not is_loaded:
+            rows += models.list_name_of_choice(self._handlers, client, rows, "name", "model")
         client.respond(200, sse.encode({"models": rows}))
 
     async def show_model(self, client: exchange.Exchange) -> None:
@@ -330,27 +332,28 @@ class OllamaHandlers:
         capabilities: Sequence[str] = ()
         try:
             shown = await self._handlers.pipeline.unknown.decode(client, request.decode_model)
-            starts = {start.model: start for start in self._list_on_demand()}
-            start = starts.get(shown.served_name)
+            name = self._handlers.default_of(client, shown.served_name)
+            start = next((start for start in self._list_on_demand() if start.model == name), None)
             may_see = self._handlers.rights.model_filter(client)
-            is_loaded = self._handlers.models.get(shown.served_name) is not None
+            is_loaded = self._handlers.models.get(name) is not None
             if start is not None and not is_loaded and (may_see is None or may_see(start.model)):
                 described = models.describe_unloaded_for_ollama(start)
                 context_length = start.context_length
             else:
-                model = self._handlers.models.find(shown.served_name, may_see)
+                model = self._handlers.models.find(name, may_see)
                 described = models.describe_for_ollama(model)
                 context_length = model.card.context_length
                 capabilities = model.capabilities
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
             return
+        basename = described["name"] if name == shown.served_name else shown.served_name
         facts = {
             "modified_at": described["modified_at"],
             "details": described["details"],
             "model_info": {
                 "general.architecture": "dynamo",
-                "general.basename": described["name"],
+                "general.basename": basename,
                 "dynamo.context_length": context_length,
             },
             "capabilities": [_CAPABILITIES[name] for name in capabilities if name in _CAPABILITIES],
@@ -364,10 +367,11 @@ class OllamaHandlers:
         answers = self._handlers.pipeline
         try:
             turn = await answers.unknown.decode(client, decode)
+            name = self._handlers.default_of(client, turn.model)
             may_see = self._handlers.rights.model_filter(client)
-            is_asleep = answers.worker_wait.is_expected(turn.model)
-            if turn.keeps_alive or not is_asleep or not (may_see is None or may_see(turn.model)):
-                await answers.find_model(turn.model, client)
+            is_asleep = answers.worker_wait.is_expected(name)
+            if turn.keeps_alive or not is_asleep or not (may_see is None or may_see(name)):
+                await answers.find_model(name, client)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
         else:

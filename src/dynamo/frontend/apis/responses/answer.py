@@ -158,7 +158,7 @@ class ResponseFormatter:
         self._open.texts.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
         head, middle, tail = self._open.delta
-        return b"%b%b%b%b%d%b" % (events, head, sse.encode(text), middle, number, tail)
+        return b"%b%b%b%b%d%b" % (events, head, sse.encode_inline(text), middle, number, tail)
 
     def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
         """Return the events that close the open item and the response."""
@@ -331,8 +331,11 @@ def _fixed_fields(
     request: responses_request.ResponsesRequest, answer_identity: sse.Identity
 ) -> dict[str, Any]:
     """Return the fields that are known before the answer: mostly those of the request."""
-    text_format = request.text.format if request.text is not None else None
-    described = {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)
+    text = request.text or responses_request.TextOptions()
+    retention = request.prompt_cache_retention
+    described = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
+    shown = {key: value for key, value in described.items() if value is not None}
+    verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     sampling = answer_identity.sampling
     return {
         "object": "response",
@@ -342,12 +345,13 @@ def _fixed_fields(
         "conversation": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt": None,
         "prompt_cache_key": request.prompt_cache_key,
+        "prompt_cache_retention": retention.replace("-", "_") if retention else None,
         "reasoning": {"effort": request.effort, "summary": request.summary},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
@@ -355,7 +359,7 @@ def _fixed_fields(
         "temperature": sampling.temperature,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "text": {"format": {key: value for key, value in described.items() if value is not None}},
+        "text": {"format": shown, **verbosity},
         "tool_choice": request.tool_choice or "auto",
         "tools": [_TOOL_DEFAULTS.get(tool["type"], {}) | tool for tool in request.tools or ()],
         "top_logprobs": 0,

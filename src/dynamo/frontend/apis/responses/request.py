@@ -42,8 +42,10 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return inputs.ResponseFormat(type=self.type, json_schema=schema)
 
 
-class ResponseToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `tool_choice` that is an object: it forces one tool, or limits the tools."""
+class ResponseToolChoice(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A `tool_choice` that is an object: it forces one tool, or limits the tools. Answers repeat it as it was sent."""
 
     type: Literal["function", "custom", "allowed_tools"]
     name: str | None = None
@@ -107,6 +109,8 @@ class ResponseCountRequest(
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     reasoning: ReasoningOptions | None = None
+    # without effect
+    personality: inputs.Hint = None
     # refused, unless they ask for nothing
     conversation: None = None
 
@@ -158,6 +162,7 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     background: bool | None = None
     prompt_cache_retention: inputs.CacheRetention | None = None
     # without effect
+    background_options: inputs.Hint = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     include: list[str] | None = None
