@@ -51,6 +51,10 @@ class Registrar(Protocol):
         """Answer an endpoint and publish this instance."""
         ...
 
+    async def unregister(self, name: instances.EndpointName) -> None:
+        """Undo `register`."""
+        ...
+
     def shared_client(self, name: instances.EndpointName) -> clients.EndpointClient:
         """Return the client that follows an endpoint."""
         ...
@@ -104,7 +108,9 @@ class Endpoint:
         *,
         on_listed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
+        """Answer this endpoint until the task is cancelled; then it may be served again.
+
+        `handler(request)` is an async generator of the answer.
 
         A handler with a parameter `context` gets the `Context` of the request as well.
 
@@ -135,10 +141,12 @@ class Endpoint:
             served.start_checks(self.runtime.served.check)
             await asyncio.Event().wait()
         finally:
-            self.runtime.served.discard(served)
-            with contextlib.suppress(errors.Unavailable):  # the lease ends
-                await self.runtime.records.deregister_endpoint(self.name)
-            await served.close()
+            try:
+                with contextlib.suppress(errors.Unavailable):  # the lease ends
+                    await self.runtime.unregister(self.name)
+                await served.close()
+            finally:
+                self.runtime.served.discard(served)
 
     def component(self) -> Component:
         """Return the component that this endpoint belongs to."""

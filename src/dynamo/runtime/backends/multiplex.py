@@ -112,6 +112,9 @@ class MultiplexedPlane:
             del self._state.handlers[endpoint]
             raise
 
+    def stop_serving(self, endpoint: str) -> None:
+        self._state.handlers.pop(endpoint, None)
+
     async def open(  # noqa: PLR0913 (as declared by `requests.RequestPlane`)
         self,
         address: str,
