@@ -236,6 +236,7 @@ class RouterService:
             call.fail(error)
         else:
             call.on_cancel(stream.cancel)
+            call.on_signal(stream.send_signal)  # the cancel of one choice
 
 
 def _packed(token_ids: bytes | list[int]) -> bytes:

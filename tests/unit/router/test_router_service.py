@@ -156,6 +156,27 @@ async def test_cancelled_call_frees_the_worker(served):
     await served.until(lambda: sum(load.num_requests for load in loads) == 0)
 
 
+async def test_cancel_of_one_choice_reaches_the_worker(served):
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(PATIENT_S)
+    receiver = Receiver()
+    stream = await client.open(request(*range(100)), receiver)
+    await served.until(lambda: served.num_calls == 1)
+    worker = next(worker for worker in served.workers if worker.calls)
+    signals = []
+    worker.calls[0].on_signal(signals.append)
+    worker.answer()
+    await served.until(lambda: receiver.outputs)
+
+    stream.send_signal(1)
+    stream.send_signal(2)
+    await served.until(lambda: signals[1:])
+    worker.finish()
+
+    assert await receiver.over is None
+    assert signals == [1, 2]
+
+
 async def test_malformed_request_is_refused(served):
     with pytest.raises(errors.InvalidRequest, match="expected a BestWorkerRequest"):
         await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
