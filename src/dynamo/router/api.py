@@ -130,6 +130,9 @@ class Decision(NamedTuple):
     overlap_blocks: float
 
 
+SelectWorker = Callable[[Prompt, Candidates, float], Decision]
+
+
 class RoutingPolicy(Protocol):
     """A way to select a worker."""
 

@@ -133,10 +133,15 @@ class Selector:
         queue: RequestQueue | None = None,
         max_backlog: float = 1.0,
         tier_weights: policies.TierWeights = policies.DEFAULT_TIER_WEIGHTS,
+        select_worker: api.SelectWorker | None = None,
     ) -> None:
-        """`max_backlog`: a worker has room below so many full steps (max_num_batched_tokens) of prompt tokens."""
+        """`max_backlog`: a worker has room below so many full steps (max_num_batched_tokens) of prompt tokens.
+
+        `select_worker` is called in place of that of the policy.
+        """
         self.active = active
         self._policy = policy
+        self._select_worker = select_worker or policy.select_worker
         self._index = index
         self._queue = queue
         self._planned: dict[str, Decision] = {}  # queued request -> the worker that it waits for
@@ -291,7 +296,7 @@ class Selector:
             return Decision(prompt.pinned, candidates.overlap(prompt.pinned))
         if prompt.is_prefilled:
             return policies.select_decode_worker(prompt, candidates, now)
-        return self._policy.select_worker(prompt, candidates, now)
+        return self._select_worker(prompt, candidates, now)
 
     def _add_active(
         self, request_id: str, prompt: Prompt, decision: Decision, now: float
