@@ -19,6 +19,8 @@ _MODULE_BY_NAME = dict.fromkeys(
 ) | {
     "KvEventPublisher": "dynamo.llm.publishers",
     "WorkerMetricsPublisher": "dynamo.llm.publishers",
+    "KvRouter": "dynamo.llm.routers",
+    "KvRouterConfig": "dynamo.llm.routers",
     "RouterMode": "dynamo.runtime.naming",
 }
 

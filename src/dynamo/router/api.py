@@ -123,6 +123,14 @@ class LoadEstimate:
     copies_per_s: float = 0.0  # tokens of KV that it imports per second; 0: unknown
 
 
+class PotentialLoad(NamedTuple):
+    """The load that a worker would have with one more request, and the number of those that it has."""
+
+    prefill_tokens: int
+    decode_blocks: int
+    num_requests: int
+
+
 class Decision(NamedTuple):
     """The selected worker, and how many blocks of the prompt it is expected not to compute."""
 

@@ -190,6 +190,20 @@ class Selector:
                 num_blocks[worker] = num_blocks.get(worker, 0) + count
         return num_blocks
 
+    def find_overlaps(self, prompt: Prompt) -> api.OverlapScores:
+        """Return the blocks of a prompt that each worker has, by tier."""
+        return self._index.find_matches(prompt.sequence_hashes)
+
+    def potential_loads(self, prompt: Prompt) -> dict[api.Worker, api.PotentialLoad]:
+        """Return the load that each worker which may serve a prompt would have with it."""
+        candidates, loads = self._candidates(prompt), dict[api.Worker, api.PotentialLoad]()
+        for worker, load in candidates.loads.items():
+            num_prefill, num_decode = policies.prefill_and_decode(prompt, candidates, worker)
+            loads[worker] = api.PotentialLoad(
+                round(num_prefill * prompt.block_size), num_decode, load.num_requests
+            )
+        return loads
+
     def preview(self, prompt: Prompt, now: float) -> Decision:
         """Return the decision without a queue and without counting the request. Raises as `select`."""
         self._check(prompt)
