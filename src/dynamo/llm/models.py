@@ -31,9 +31,8 @@ from dynamo.worker import model_source
 
 DEFAULT_CONTEXT = 32_768  # tokens, for a model configuration without a length
 _END_TOKENS = (generate.FinishReason.EOS, generate.FinishReason.STOP)
-_FINISH_REASONS = {str(reason): reason for reason in generate.FinishReason} | {
-    "abort": generate.FinishReason.CANCELLED
-}
+_FINISH_REASONS = {str(reason): reason for reason in generate.FinishReason}
+_GIVEN_UP = ("abort", "cancelled")
 
 
 class ModelInput(enum.Enum):
@@ -274,6 +273,8 @@ def translate_item(item: Any, index: int, end_ids: set[int]) -> Iterator[generat
     if isinstance(reason, Mapping) or reason == "error":
         message = reason.get("error") if isinstance(reason, Mapping) else item.get("err_msg")
         raise errors.EngineFailed(f"the engine failed: {message or 'it gives no reason'}")
+    if reason in _GIVEN_UP:
+        raise errors.EngineFailed(f"the engine gave the request up: {reason}")
     if reason is not None and str(reason) not in _FINISH_REASONS:
         raise errors.EngineFailed(
             f"expected a finish_reason of {', '.join(_FINISH_REASONS)}, got {reason!r:.80}"

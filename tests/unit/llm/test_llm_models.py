@@ -136,7 +136,6 @@ async def test_error_of_the_engine_reaches_the_frontend(runtime, running):
         ({"token_ids": [4], "finish_reason": "stop"}, [((4,), None), ((), "stop")]),
         ({"token_ids": [], "finish_reason": "eos"}, [((), "eos")]),
         ({"token_ids": [4], "finish_reason": "length"}, [((4,), "length")]),
-        ({"finish_reason": "abort"}, [((), "cancelled")]),
         ({"token_ids": []}, []),
     ],
 )
@@ -150,6 +149,8 @@ def test_item_becomes_outputs_that_keep_its_last_token_visible(item, outputs):
     ("item", "reason"),
     [
         ("hi", "expected an item with token_ids, got 'hi'"),
+        ({"finish_reason": "abort"}, "the engine gave the request up: abort"),
+        ({"finish_reason": "cancelled"}, "the engine gave the request up: cancelled"),
         ({"finish_reason": "done"}, "expected a finish_reason of eos, stop, .* got 'done'"),
         ({"finish_reason": {"error": "no GPU"}}, "the engine failed: no GPU"),
     ],
@@ -236,8 +237,8 @@ def test_names_are_those_of_the_bindings_module():
     assert core.Context is request_context.Context
     assert core.register_model is register_model
     assert core.InvalidArgument is errors.InvalidRequest
-    with pytest.raises(AttributeError, match="no attribute 'KvRouter'"):
-        core.KvRouter  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'SelectionService'"):
+        core.SelectionService  # noqa: B018
 
 
 @pytest.mark.parametrize(
