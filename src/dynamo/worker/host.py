@@ -358,7 +358,7 @@ class Host:
 
     def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:
-            self._requests.handle(probe, is_limited=False)
+            self._requests.handle(probe, is_probe=True)
         else:  # it sleeps, or is about to leave
             probe.finish()
 
