@@ -282,7 +282,7 @@ class DistributedRuntime:
         return instance
 
     async def unregister(self, name: instances.EndpointName) -> None:
-        """Undo `register`: publish the instance no more, and refuse requests to the endpoint. Raises Unavailable."""
+        """Undo `register`: publish the instance no more, and refuse requests to the endpoint."""
         try:
             await self.records.deregister_endpoint(name)
         finally:

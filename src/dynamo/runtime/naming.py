@@ -12,7 +12,6 @@
 """
 
 import asyncio
-import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -144,8 +143,7 @@ class Endpoint:
             await asyncio.Event().wait()
         finally:
             try:
-                with contextlib.suppress(errors.Unavailable):  # the lease ends
-                    await self.runtime.unregister(self.name)
+                await self.runtime.unregister(self.name)
                 await served.close()
             finally:
                 self.runtime.served.discard(served)

@@ -96,18 +96,23 @@ async def test_endpoint_that_has_ended_is_served_again(service):
     assert await values(await client.generate("hi")) == ["second"]
 
 
-async def test_endpoint_that_ended_without_discovery_is_listed_when_it_is_served_again(
+async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_served_again(
     service, monkeypatch
 ):
+    is_leaving = asyncio.Event()
+
     async def handler(request):
         yield request
 
-    async def fail(*keys):
-        raise errors.Unavailable("discovery is away")
+    async def hang(*keys):
+        is_leaving.set()
+        await asyncio.Event().wait()
 
     serving_task, _ = await service.serve(handler)
     with monkeypatch.context() as away:
-        away.setattr(service.runtime.discovery, "delete", fail)
+        away.setattr(service.runtime.discovery, "delete", hang)
+        serving_task.cancel()
+        await is_leaving.wait()
         serving_task.cancel()
         await asyncio.wait([serving_task])
     before = await service.runtime.discovery.get_prefix("v1/")
