@@ -21,6 +21,7 @@ _MODULE_BY_NAME = dict.fromkeys(
     "WorkerMetricsPublisher": "dynamo.llm.publishers",
     "KvRouter": "dynamo.llm.routers",
     "KvRouterConfig": "dynamo.llm.routers",
+    "RouterQueueLimitExceeded": "dynamo.llm.exceptions",
     "RouterMode": "dynamo.runtime.naming",
 }
 

@@ -13,6 +13,7 @@ from dynamo.llm import (
     KvRouterConfig,
     ModelInput,
     ModelType,
+    RouterQueueLimitExceeded,
     register_model,
     routers,
 )
@@ -172,6 +173,15 @@ async def test_request_counts_at_its_worker_until_it_is_free(cluster):
     assert busy[second]["potential_prefill_tokens"] == 100
     assert decoding[first]["potential_prefill_tokens"] == 100
     assert [row["potential_decode_blocks"] for row in idle] == [25, 25]
+
+
+async def test_question_is_refused_while_the_only_worker_is_busy(cluster):
+    settings = KvRouterConfig(router_queue_threshold=0.001)  # 8 tokens
+    router = await cluster.router(1, settings)
+    await router.best_worker(TOKENS, request_id="a")
+
+    with pytest.raises(RouterQueueLimitExceeded, match="all workers are busy"):
+        await router.best_worker(OTHERS, request_id="b")
 
 
 async def test_answer_that_is_closed_frees_its_worker(cluster):
