@@ -270,6 +270,18 @@ async def test_what_is_not_supported_is_refused(runtime, changed, reason):
     assert await cards_of(runtime) == []
 
 
+async def test_process_has_models_at_several_endpoints_of_a_component(runtime, running):
+    async def handler(asked):
+        yield {"token_ids": [1], "finish_reason": "length"}
+
+    for name in ("generate", "other"):
+        endpoint = runtime.endpoint(f"dynamo.backend.{name}")
+        await register_model(ModelInput.Tokens, TEXT, endpoint, "storyteller", name)
+        running.start("serve", endpoint.serve_endpoint(handler))
+
+    assert sorted(card.display_name for card in await cards_of(runtime)) == ["generate", "other"]
+
+
 async def test_stopped_choice_is_no_end_of_the_others(runtime, running):
     may_go_on = asyncio.Event()
 
