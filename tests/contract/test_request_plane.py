@@ -923,7 +923,7 @@ async def test_endpoint_that_is_not_served_any_more_is_refused_and_may_be_served
     answers = [await ask()]
     server.stop_serving(ECHO)
     server.stop_serving(ECHO)
-    with pytest.raises(errors.NoWorkers):
+    with pytest.raises(errors.WorkerLost, match="is not served here any more: ask another"):
         await ask()
     await server.serve(ECHO, lambda call: call.reply(2))
 

@@ -148,7 +148,7 @@ class RequestPlane(Protocol):
         ...
 
     def stop_serving(self, endpoint: str) -> None:
-        """Refuse new streams to `endpoint` (NoWorkers), which may be served again. Idempotent."""
+        """Refuse new streams to `endpoint` (WorkerLost: ask another) until it is served again. Idempotent."""
         ...
 
     async def open(  # noqa: PLR0913 (the constraints of one stream, all but four with a default)

@@ -106,6 +106,7 @@ class MultiplexedPlane:
                 f"{endpoint} is served already, or the request plane is closed"
             )
         self._state.handlers[endpoint] = handler
+        self._state.ended_endpoints.discard(endpoint)
         try:
             return await self.listen()
         except errors.ConfigError:
@@ -113,7 +114,8 @@ class MultiplexedPlane:
             raise
 
     def stop_serving(self, endpoint: str) -> None:
-        self._state.handlers.pop(endpoint, None)
+        if self._state.handlers.pop(endpoint, None) is not None:
+            self._state.ended_endpoints.add(endpoint)
 
     async def open(  # noqa: PLR0913 (as declared by `requests.RequestPlane`)
         self,
