@@ -33,6 +33,12 @@ DEFAULT_CONTEXT = 32_768  # tokens, for a model configuration without a length
 _END_TOKENS = (generate.FinishReason.EOS, generate.FinishReason.STOP)
 _FINISH_REASONS = {str(reason): reason for reason in generate.FinishReason}
 _GIVEN_UP = ("abort", "cancelled")
+_FACTS = (
+    *("context_length", "total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"),
+    *("data_parallel_size", "enable_local_indexer", "tool_call_parser", "reasoning_parser"),
+    *("runtime_data", "kv_event_publishing_enabled"),  # the latter: its publisher says it
+    "exclude_tools_when_tool_choice_none",  # always
+)
 
 
 class ModelInput(enum.Enum):
@@ -58,15 +64,26 @@ class ModelTypes(enum.Flag):
 
 
 class EngineDescription:
-    """What a worker says of its engine: sizes for routers and planners, and the formats of its model's answers."""
+    """What a worker says of its engine: sizes for routers and planners, and the formats of its model's answers.
+
+    A field that nothing here reads may be set to nothing, or not at all: raises ConfigError.
+    """
 
     def __init__(self) -> None:
-        self.total_kv_blocks: int | None = None
+        self.context_length: int | None = None  # tokens; that of `register_model` goes before
+        self.total_kv_blocks: int | None = None  # of each data-parallel rank
         self.max_num_seqs: int | None = None
         self.max_num_batched_tokens: int | None = None
+        self.data_parallel_size = 1
+        self.enable_local_indexer = True  # events can always be asked for again
         self.tool_call_parser: str | None = None
         self.reasoning_parser: str | None = None
         self.runtime_data: dict[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value and name not in _FACTS:
+            raise errors.ConfigError(f"ModelRuntimeConfig, {name}: not supported here")
+        super().__setattr__(name, value)
 
     def set_engine_specific(self, key: str, value: Any) -> None:
         """Add a value of the engine's own."""
@@ -82,6 +99,7 @@ class EngineDescription:
             total_kv_blocks=self.total_kv_blocks or 0,
             max_num_seqs=self.max_num_seqs or 0,
             max_num_batched_tokens=self.max_num_batched_tokens or 0,
+            data_parallel_size=self.data_parallel_size,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             supports_logprobs=False,
@@ -139,7 +157,7 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         raise errors.ConfigError(
             f"register_model: expected ModelType.Chat, ModelType.Completions or both, got {model_type}"
         )
-    runtime = runtime_of(endpoint)
+    runtime, facts = runtime_of(endpoint), runtime_config or EngineDescription()
     directory = Path(await fetch_model(model_path, ignore_weights=True))
     files = cards.describe_files(directory)
     if custom_template_path is not None:
@@ -151,12 +169,12 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
     card = model_card.ModelCard(
         display_name=model_name or model_path,
         source_path=str(directory),
-        context_length=context_length or _trained_context(directory),
+        context_length=context_length or facts.context_length or _trained_context(directory),
         kv_cache_block_size=kv_cache_block_size or 16,
         model_type=tuple(kind for flag, kind in kinds.items() if flag in model_type),
         files=files,
         migration_limit=migration_limit,
-        runtime_config=(runtime_config or EngineDescription()).facts(),
+        runtime_config=facts.facts(),
         user_data=dict(user_data or {}),
         created=int(time.time()),
     )
@@ -258,6 +276,8 @@ def preprocessed_request(request: generate.Request, index: int) -> dict[str, Any
         "eos_token_ids": end_ids,
         "annotations": list(request.annotations),
         "lora_name": request.lora_name,
+        "dp_rank": request.data_parallel_rank,
+        "routing": {"dp_rank": request.data_parallel_rank, "lora_name": request.lora_name},
     }
 
 

@@ -417,7 +417,7 @@ def read_request(fields: Mapping[str, Any]) -> tuple[generate.Request, int | Non
     """Return the request of a service's fields, and the instance that they name. Raises InvalidRequest."""
     given = {name: value for name, value in fields.items() if value not in (None, [], {})}
     token_ids = given.pop("token_ids", ())
-    given = given.pop("routing", {}) | given
+    given = _without_none(given.pop("routing", {})) | given
     instance_id, rank = given.pop("backend_instance_id", None), given.pop("dp_rank", None)
     stop = _without_none(given.pop("stop_conditions", {}))
     hidden = stop.pop("stop_token_ids_hidden", ())

@@ -270,6 +270,27 @@ async def test_what_is_not_supported_is_refused(runtime, changed, reason):
     assert await cards_of(runtime) == []
 
 
+async def test_description_of_an_engine_says_its_context_length(runtime):
+    facts = ModelRuntimeConfig()
+    facts.context_length, facts.enable_local_indexer, facts.taints = 100, True, set()
+    for length in (None, 200):
+        endpoint = runtime.endpoint(NAME)
+        await register_model(
+            ModelInput.Tokens, TEXT, endpoint, "storyteller", None, length, runtime_config=facts
+        )
+        (card,) = await cards_of(runtime)
+        assert card.context_length == (length or 100)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("taints", {"gpu"}), ("data_parallel_start_rank", 1), ("max_num_sequences", 3)],
+)
+def test_fact_of_an_engine_that_nothing_reads_is_refused(field, value):
+    with pytest.raises(errors.ConfigError, match=f"ModelRuntimeConfig, {field}: not supported"):
+        setattr(ModelRuntimeConfig(), field, value)
+
+
 async def test_process_has_models_at_several_endpoints_of_a_component(runtime, running):
     async def handler(asked):
         yield {"token_ids": [1], "finish_reason": "length"}

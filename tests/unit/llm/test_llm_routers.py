@@ -12,6 +12,7 @@ from dynamo.llm import (
     KvRouter,
     KvRouterConfig,
     ModelInput,
+    ModelRuntimeConfig,
     ModelType,
     RouterQueueLimitExceeded,
     register_model,
@@ -39,10 +40,17 @@ class WorkerOfHandler:
         self.may_end = asyncio.Event()
         self.may_end.set()
 
-    async def start(self):
+    async def start(self, num_ranks=1):
         endpoint = self.runtime.endpoint(NAME)
+        facts = ModelRuntimeConfig()
+        facts.data_parallel_size = num_ranks
         await register_model(
-            ModelInput.Tokens, ModelType.Chat, endpoint, "storyteller", kv_cache_block_size=BLOCK
+            ModelInput.Tokens,
+            ModelType.Chat,
+            endpoint,
+            "storyteller",
+            kv_cache_block_size=BLOCK,
+            runtime_config=facts,
         )
         self.events = KvEventPublisher(endpoint, kv_block_size=BLOCK)
         self._running.start("serve", endpoint.serve_endpoint(self._answer))
@@ -69,9 +77,9 @@ class Cluster:
         )
         return await self._stack.enter_async_context(runtime)
 
-    async def add_worker(self):
+    async def add_worker(self, num_ranks=1):
         self.workers.append(WorkerOfHandler(await self.runtime(), self._running))
-        await self.workers[-1].start()
+        await self.workers[-1].start(num_ranks)
 
     async def router(self, num_workers=2, settings=None, **options):
         """Return a router to so many workers."""
@@ -218,6 +226,19 @@ async def test_selected_worker_counts_as_having_the_prompt_where_there_are_no_ev
 
     assert [num_blocks for _, _, num_blocks in selected] == [0, 0, 25]
     assert [row["active_requests"] for row in await router.get_potential_loads([1])] == [0, 0]
+
+
+async def test_prompts_are_spread_over_the_ranks_of_a_worker_which_learns_the_rank(cluster):
+    router = await cluster.router(0)
+    await cluster.add_worker(num_ranks=2)
+    first = await router.best_worker(TOKENS, request_id="a")
+    second = await router.best_worker(OTHERS, request_id="b")
+    await read(await router.generate(TOKENS, "m", dp_rank=1))
+    (request,) = cluster.workers[0].requests
+
+    assert {first[1], second[1]} == {0, 1}
+    assert (request["dp_rank"], request["routing"]["dp_rank"]) == (1, 1)
+    assert len(await router.get_potential_loads(TOKENS)) == 2
 
 
 async def test_first_request_waits_for_the_first_worker(cluster):
