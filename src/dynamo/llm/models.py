@@ -112,10 +112,10 @@ class EngineDescription:
 
 @dataclass(slots=True)
 class ModelAdapter:
-    """The adapter of an endpoint with a model, the files of its card, and what the card says of the engine."""
+    """The adapter of an endpoint with a model: the files of its card, and the card."""
 
     files: cards.FileSharing
-    engine: model_card.ModelRuntimeConfig
+    card: model_card.ModelCard
 
     def __call__(
         self, handle: serving.Handle, request: Any, context: request_context.Context
@@ -180,9 +180,9 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
     )
     adapter = runtime.served.adapters.get(endpoint.name)
     if not isinstance(adapter, ModelAdapter):
-        adapter = ModelAdapter(cards.FileSharing(runtime, runtime.clock), card.runtime_config)
+        adapter = ModelAdapter(cards.FileSharing(runtime, runtime.clock), card)
         runtime.served.adapters[endpoint.name] = adapter
-    adapter.engine = card.runtime_config
+    adapter.card = card
     card = await adapter.files.share(card, endpoint.name)
     await runtime.records.put(*card.record_for(_instance_of(endpoint)))
 
