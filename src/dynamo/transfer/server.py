@@ -26,7 +26,7 @@ from dynamo.transfer.link import GREETING_LIMIT_S, Link, admit, welcome
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 MAX_PENDING = 64
-IDLE_S = 1.0  # for which a connection has not been used before another may take its place
+IDLE_S = 0.25  # for which a connection has not been used before another may take its place
 ROOM_S = 1.5  # for which a connection waits for a place: less than its client does (`link.STALL_S`)
 MakeLink = Callable[[socket.socket], Link]
 _JOIN_S, _PAUSE_S = 5.0, 0.1
