@@ -422,9 +422,12 @@ def read_request(fields: Mapping[str, Any]) -> tuple[generate.Request, int | Non
     stop = _without_none(given.pop("stop_conditions", {}))
     hidden = stop.pop("stop_token_ids_hidden", ())
     stop["stop_token_ids"] = [*dict.fromkeys([*stop.get("stop_token_ids", ()), *hidden])]
+    sampling = _without_none(given.pop("sampling_options", {}))
+    if sampling.get("top_k") == -1:  # Dynamo's word for all tokens
+        del sampling["top_k"]
     values = given | {
         "stop_conditions": stop,
-        "sampling_options": _without_none(given.pop("sampling_options", {})),
+        "sampling_options": sampling,
         "output_options": _without_none(given.pop("output_options", {})),
         "data_parallel_rank": rank,
     }

@@ -347,6 +347,16 @@ async def test_router_with_a_threshold_of_load_is_refused(cluster):
         await cluster.router(0, load_threshold_config=object(), session_affinity_mode="soft")
 
 
+def test_hints_of_routing_and_a_top_k_of_all_tokens_are_read():
+    hints = {"backend_instance_id": 7, "dp_rank": 1, "lora_name": None, "priority": 3}
+    request, instance_id = routers.read_request(
+        REQUEST | {"routing": hints, "sampling_options": {"top_k": -1}}
+    )
+
+    assert (instance_id, request.data_parallel_rank, request.priority) == (7, 1, 3)
+    assert (request.lora_name, request.sampling_options.top_k) == (None, 0)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
