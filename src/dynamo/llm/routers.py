@@ -11,149 +11,18 @@ runtime closes it.
 """
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from dynamo.base import config, errors, ids
-from dynamo.llm import models
+from dynamo.base import errors, ids
+from dynamo.llm import end_tokens, models, router_settings
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.router import api, endpoint_router, kv_router, route_factory
-from dynamo.router import config as router_config
 from dynamo.runtime import naming, request_context, requests
-
-# our name of a setting, and Dynamo's
-_NAMES = {
-    "router_host_credit": "host_cache_hit_weight",
-    "router_disk_credit": "disk_cache_hit_weight",
-    "router_device_credit": "overlap_score_credit",
-    "router_temperature": "router_temperature",
-    "router_ttl_secs": "router_ttl_secs",
-    "router_queue_threshold": "router_queue_threshold",
-    "kv_overlap_score_weight": "overlap_score_weight or prefill_load_scale",
-    "kv_cache_block_size": "block_size",
-    "router_session_affinity_ttl_secs": "session_affinity_ttl_secs",
-}
-_USED = {*_NAMES.values(), "overlap_score_weight", "prefill_load_scale", "use_kv_events"} | {
-    "router_replica_sync",
-    "router_approximate_cache_policy",
-    "router_queue_policy",
-    "router_event_threads",
-}
-
-
-@dataclass
-class KvRouterSettings:
-    """The settings of a `KvRouter`, with the names, order and defaults of Dynamo's.
-
-    `router_event_threads` has no effect: one thread does it here. Raises ConfigError for others without effect here.
-    """
-
-    overlap_score_weight: float | None = None  # former name of prefill_load_scale
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
-    router_temperature: float = 0.0
-    use_kv_events: bool = True
-    _: dataclasses.KW_ONLY
-    router_replica_sync: bool = False
-    router_track_active_blocks: bool = True
-    router_track_output_blocks: bool = False
-    router_assume_kv_reuse: bool = True
-    router_track_prefill_tokens: bool = True
-    router_prefill_load_model: str = "none"
-    router_ttl_secs: float = 120.0
-    router_approximate_cache_policy: str = "ttl"
-    router_queue_threshold: float | None = None  # None: no request waits in the router
-    router_event_threads: int = 4
-    router_queue_policy: str = "fcfs"
-    use_remote_indexer: bool = False
-    serve_indexer: bool = False
-    enable_session_prefix_index: bool = False
-    shared_cache_multiplier: float | None = None
-    shared_cache_type: str = "none"
-    router_predicted_ttl_secs: float | None = None
-    conditional_disagg_enabled: bool = False
-    conditional_disagg_policy: str = "isl_bounding"
-    conditional_disagg_eff_isl_threshold: int = 2048
-    conditional_disagg_eff_isl_ratio_threshold: float = 0.7
-    conditional_disagg_prefill_busy_threshold: float | None = None
-    conditional_disagg_decode_busy_threshold: float | None = None
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
-    decode_active_request_weight: float = 0.0
-    router_policy_config: str | None = None
-    router_prefill_policy: str | None = None
-    router_decode_policy: str | None = None
-    router_tracking_hash: str = "public-xxh3-v1"
-    router_tracking_key_file: Any = None
-    router_tracking_key_id: str | None = None
-
-    def __post_init__(self) -> None:
-        self.routing_config()
-
-    @classmethod
-    def from_json(cls, config_json: str) -> Self:
-        """Read the settings from a JSON object of these names. Raises ConfigError."""
-        try:
-            return cls(**json.loads(config_json))
-        except (ValueError, TypeError) as error:
-            raise errors.ConfigError(f"KvRouterConfig.from_json: {error}") from error
-
-    def copy(self) -> Self:
-        """Return equal settings that change for themselves."""
-        return dataclasses.replace(self)
-
-    def with_overrides(self, overlap_score_weight: float | None = None, **weights: Any) -> Self:
-        """Return a copy with other weights; those that are None stay."""
-        changed = {"overlap_score_weight": overlap_score_weight} | weights
-        given = {name: value for name, value in changed.items() if value is not None}
-        return dataclasses.replace(self, **given)
-
-    def routing_config(self, **further: Any) -> router_config.RoutingConfig:
-        """Return these settings as those of a frontend's router, with `further` ones of its. Raises ConfigError."""
-        refuse(
-            "KvRouterConfig",
-            {
-                field.name: True
-                for field in dataclasses.fields(self)
-                if field.name not in _USED and getattr(self, field.name) != field.default
-            },
-        )
-        weight, credit = self.overlap_score_weight, self.overlap_score_credit
-        if weight is None and self.prefill_load_scale != 1.0:
-            weight = self.prefill_load_scale
-        fields = {
-            "router_mode": "kv",
-            "kv_overlap_score_weight": weight,
-            "router_temperature": self.router_temperature or None,
-            "router_device_credit": 0.0 if self.overlap_score_weight == 0 else credit,
-            "router_host_credit": self.host_cache_hit_weight,
-            "router_disk_credit": self.disk_cache_hit_weight,
-            "kv_events": self.use_kv_events,
-            "router_replica_sync": self.router_replica_sync,
-            "router_ttl_secs": self.router_ttl_secs,
-            "router_queue_threshold": self.router_queue_threshold or 0.0,
-            "router_queue_policy": self.router_queue_policy,
-            "router_approximate_cache_policy": self.router_approximate_cache_policy,
-        } | further
-        for name, choices in (
-            ("router_queue_policy", ("fcfs", "lcfs", "wspt")),
-            ("router_approximate_cache_policy", ("ttl", "lru")),
-        ):
-            if fields[name] not in choices:
-                words = f"expected {' or '.join(choices)}, got {fields[name]!r}"
-                raise errors.ConfigError(f"KvRouterConfig, {name}: {words}")
-        for field in dataclasses.fields(router_config.RoutingConfig):
-            value = fields.get(field.name)
-            if field.name in _NAMES and value is not None:
-                config.check_range(field, value, f"KvRouter, {_NAMES[field.name]}")
-        return router_config.RoutingConfig(**fields)
 
 
 class ServiceRouter:
@@ -163,7 +32,7 @@ class ServiceRouter:
         self,
         endpoint: naming.Endpoint,
         block_size: int,
-        kv_router_config: KvRouterSettings,
+        kv_router_config: router_settings.KvRouterSettings,
         ais_perf_config: Any = None,
         session_affinity_ttl_secs: float | None = None,
         *,
@@ -176,7 +45,7 @@ class ServiceRouter:
             "load_threshold_config": load_threshold_config,
             "session_affinity_mode": None if session_affinity_mode == "hard" else "other",
         }
-        refuse("KvRouter", unsupported)
+        router_settings.refuse("KvRouter", unsupported)
         settings = kv_router_config.routing_config(
             kv_cache_block_size=block_size,
             router_session_affinity_ttl_secs=session_affinity_ttl_secs,
@@ -187,6 +56,7 @@ class ServiceRouter:
         self._workers = endpoint_router.EndpointRouter(
             runtime, endpoint.name, factory, runtime.clock
         )
+        self._end_tokens = end_tokens.EndTokens(runtime)
         self._running = runtime.tasks.start(f"route to {endpoint.name}", self._run())
 
     async def generate(  # noqa: PLR0913 (NVIDIA Dynamo's; all but two have a default)
@@ -218,7 +88,7 @@ class ServiceRouter:
             "mm_routing_info": mm_routing_info,
             "routing_constraints": routing_constraints,
         }
-        refuse("generate", unsupported)
+        router_settings.refuse("generate", unsupported)
         request = {
             "token_ids": token_ids,
             "model": model,
@@ -235,6 +105,8 @@ class ServiceRouter:
     ) -> naming.ItemStream:
         """Route a request, of the fields that a handler with `register_model` gets; return an iterator over its answer.
 
+        Without `eos_token_ids`, the model's own end it.
+
         Items have `token_ids`, `index`, `finish_reason` and what else was asked for. At most `MAX_BUFFERED_ITEMS` wait
         for a slow reader, whatever `response_buffer_size` is: there is no back pressure. Raises NoWorkers, WorkerLost,
         Overloaded, and InvalidRequest for fields without effect here; the iteration also the error of the worker.
@@ -244,7 +116,13 @@ class ServiceRouter:
                 "response_buffer_size", f"expected at least 0, got {response_buffer_size}"
             )
         parsed, instance_id = read_request(request)
-        await self._find_router()
+        router = await self._find_router()
+        if not parsed.eos_token_ids:
+            cards, instances = router.cards, self._workers.present_instances
+            worker_id = instance_id if instance_id is not None else next(iter(cards))
+            if (card := cards.get(worker_id)) is not None:
+                ids_of_model = await self._end_tokens.read(card, instances.get(worker_id))
+                parsed = msgspec.structs.replace(parsed, eos_token_ids=ids_of_model)
         context = request_context.Context(parsed.id)
         receiver: requests.ItemReceiver[generate.Output] = requests.ItemReceiver(generate.Output)
         stream = await self._workers.open_stream(
@@ -278,7 +156,7 @@ class ServiceRouter:
             "strict_priority": strict_priority,
             "policy_class": policy_class,
         }
-        refuse("best_worker", unsupported)
+        router_settings.refuse("best_worker", unsupported)
         await self._find_router()
         is_query = request_id is None
         if is_query and update_indexer:
@@ -298,7 +176,7 @@ class ServiceRouter:
         cache_namespace: str | None = None,
     ) -> list[dict[str, int]]:
         """Return the load that each worker, and each of its ranks, would have with this prompt."""
-        refuse("get_potential_loads", {"block_mm_infos": block_mm_infos})
+        router_settings.refuse("get_potential_loads", {"block_mm_infos": block_mm_infos})
         router = await self._find_router()
         prompt = _prompt(router, token_ids, lora_name, cache_namespace)
         loads = router.scheduler.selector.potential_loads(prompt)
@@ -327,7 +205,7 @@ class ServiceRouter:
             router_config_override,
             include_shared,
         )  # Dynamo ignores the one; there is no shared cache
-        refuse("get_overlap_scores", {"block_mm_infos": block_mm_infos})
+        router_settings.refuse("get_overlap_scores", {"block_mm_infos": block_mm_infos})
         router = await self._find_router()
         prompt = _prompt(router, token_ids, lora_name, cache_namespace)
         by_tier = router.scheduler.selector.find_overlaps(prompt).by_tier
@@ -392,12 +270,6 @@ class ServiceRouter:
             await self._running
         await self._workers.wait_for_workers(naming.START_S)
         return self._workers.router
-
-
-def refuse(call: str, unsupported: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments without effect that have a value."""
-    if names := [name for name, value in unsupported.items() if value]:
-        raise errors.ConfigError(f"{call}: {', '.join(names)} is not supported here")
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -485,4 +357,4 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # the names of NVIDIA Dynamo, by which users import them
-KvRouter, KvRouterConfig = ServiceRouter, KvRouterSettings
+KvRouter, KvRouterConfig = ServiceRouter, router_settings.KvRouterSettings

@@ -64,6 +64,11 @@ class EndpointRouter:
         await self._factory.close()
 
     @property
+    def present_instances(self) -> Mapping[int, instances.Instance]:
+        """The present instances of the endpoint, by id."""
+        return self._client.instances
+
+    @property
     def router(self) -> kv_router.KvRouter:
         """Return the router to the present workers. Raises NoWorkers before the first one."""
         if self._router is None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 
+import msgspec
 import pytest
 
 from dynamo.base import errors, tasks
@@ -18,7 +19,7 @@ from dynamo.llm import (
     register_model,
     routers,
 )
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_card
 from dynamo.router import config
 from dynamo.runtime import component
 from waiting import PATIENT_S, until
@@ -134,6 +135,33 @@ async def test_request_of_a_handler_is_passed_on_as_it_came(cluster):
     await read(await router.generate_from_request(first))
 
     assert cluster.workers[0].requests == [first, first]
+
+
+@pytest.mark.parametrize(("options", "end_ids"), [({}, [2, 0]), ({"eos_token_ids": [5]}, [5])])
+async def test_answer_ends_at_the_tokens_of_the_request_or_else_of_the_model(
+    cluster, options, end_ids
+):
+    router = await cluster.router(1)
+    for _ in range(2):
+        await read(await router.generate_from_request(REQUEST | options))
+
+    assert [each["eos_token_ids"] for each in cluster.workers[0].requests] == [end_ids] * 2
+
+
+async def test_answer_of_a_model_whose_end_tokens_cannot_be_read_ends_by_its_length(
+    cluster, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    router = await cluster.router(1)
+    (card,) = router._workers.router.cards.values()
+    broken = {
+        name: model_card.ModelFile(path="/no", checksum="none", size=1) for name in card.files
+    }
+    router._workers._update_card(cluster.workers[0].id, msgspec.structs.replace(card, files=broken))
+    items = await read(await router.generate([7], "m"))
+
+    assert [item["finish_reason"] for item in items] == [None, "length"]
+    assert "the end tokens of 'storyteller' are not known" in caplog.text
 
 
 async def test_prompt_goes_to_the_worker_that_has_it(cluster):
