@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from dynamo.base import config, errors
+from dynamo.router import api
 from dynamo.router import config as router_config
 
 # our name of a setting, and Dynamo's
@@ -136,6 +138,26 @@ class KvRouterSettings:
             if field.name in _NAMES and value is not None:
                 config.check_range(field, value, f"KvRouter, {_NAMES[field.name]}")
         return router_config.RoutingConfig(**fields)
+
+
+_OVERRIDES = (
+    "overlap_score_weight",
+    "overlap_score_credit",
+    "prefill_load_scale",
+    "router_temperature",
+)
+
+
+def read_override(
+    settings: KvRouterSettings, weights: Mapping[str, Any] | None
+) -> api.PolicyOverride | None:
+    """Return the policy of a request with these weights in place of the router's. Raises ConfigError."""
+    given = {name: value for name, value in (weights or {}).items() if value is not None}
+    if not given:
+        return None
+    refuse("router_config_override", dict.fromkeys(given.keys() - set(_OVERRIDES), True))
+    changed = dataclasses.replace(settings, **given)
+    return router_config.make_override(changed.routing_config(), random.random)
 
 
 def refuse(call: str, unsupported: Mapping[str, Any]) -> None:

@@ -56,6 +56,7 @@ class ServiceRouter:
         self._workers = endpoint_router.EndpointRouter(
             runtime, endpoint.name, factory, runtime.clock
         )
+        self._settings = kv_router_config.copy()
         self._end_tokens = end_tokens.EndTokens(runtime)
         self._running = runtime.tasks.start(f"route to {endpoint.name}", self._run())
 
@@ -66,7 +67,7 @@ class ServiceRouter:
         stop_conditions: Mapping[str, Any] | None = None,
         sampling_options: Mapping[str, Any] | None = None,
         output_options: Mapping[str, Any] | None = None,
-        router_config_override: Any = None,
+        router_config_override: Mapping[str, Any] | None = None,
         worker_id: int | None = None,
         dp_rank: int | None = None,
         extra_args: Any = None,
@@ -81,7 +82,6 @@ class ServiceRouter:
         `worker_id` names the worker, and `dp_rank` its rank, or that of any worker.
         """
         unsupported = {
-            "router_config_override": router_config_override,
             "extra_args": extra_args,
             "block_mm_infos": block_mm_infos,
             "multi_modal_data": multi_modal_data,
@@ -98,7 +98,7 @@ class ServiceRouter:
             "backend_instance_id": worker_id,
             "dp_rank": dp_rank,
         }
-        return await self.generate_from_request(request, response_buffer_size)
+        return await self._generate(request, response_buffer_size, router_config_override)
 
     async def generate_from_request(
         self, request: Mapping[str, Any], response_buffer_size: int = 100
@@ -111,6 +111,15 @@ class ServiceRouter:
         for a slow reader, whatever `response_buffer_size` is: there is no back pressure. Raises NoWorkers, WorkerLost,
         Overloaded, and InvalidRequest for fields without effect here; the iteration also the error of the worker.
         """
+        return await self._generate(request, response_buffer_size, None)
+
+    async def _generate(
+        self,
+        request: Mapping[str, Any],
+        response_buffer_size: int,
+        weights: Mapping[str, Any] | None,
+    ) -> naming.ItemStream:
+        override = router_settings.read_override(self._settings, weights)
         if response_buffer_size < 0:
             raise errors.InvalidRequest.of_param(
                 "response_buffer_size", f"expected at least 0, got {response_buffer_size}"
@@ -126,14 +135,18 @@ class ServiceRouter:
         context = request_context.Context(parsed.id)
         receiver: requests.ItemReceiver[generate.Output] = requests.ItemReceiver(generate.Output)
         stream = await self._workers.open_stream(
-            parsed, receiver, headers=context.headers, instance_id=instance_id
+            parsed,
+            receiver,
+            headers=context.headers,
+            instance_id=instance_id,
+            override=override,
         )
         return naming.ItemStream(stream, receiver, context, output_fields)
 
     async def best_worker(  # noqa: PLR0913 (NVIDIA Dynamo's; all but one have a default)
         self,
         token_ids: Sequence[int],
-        router_config_override: Any = None,
+        router_config_override: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         update_indexer: bool = False,
         block_mm_infos: Any = None,
@@ -150,19 +163,23 @@ class ServiceRouter:
         `cache_namespace` is the `cache_salt` of the request. Raises NoWorkers, Overloaded.
         """
         unsupported = {
-            "router_config_override": router_config_override,
             "block_mm_infos": block_mm_infos,
             "routing_constraints": routing_constraints,
             "strict_priority": strict_priority,
             "policy_class": policy_class,
         }
         router_settings.refuse("best_worker", unsupported)
+        override = router_settings.read_override(self._settings, router_config_override)
         await self._find_router()
         is_query = request_id is None
         if is_query and update_indexer:
             request_id = ids.new_request_id()
         decision = self._workers.select_worker(
-            pack(token_ids), lora_name=lora_name, cache_salt=cache_namespace, request_id=request_id
+            pack(token_ids),
+            lora_name=lora_name,
+            cache_salt=cache_namespace,
+            request_id=request_id,
+            override=override,
         )
         if is_query and request_id is not None:
             self._workers.free_request(request_id)

@@ -213,6 +213,19 @@ def guard_policy(policy: api.RoutingPolicy, name: str) -> api.SelectWorker:
     return select_worker
 
 
+def make_override(settings: RouterConfig, draw: api.Draw) -> api.PolicyOverride:
+    """Make the policy of one request with settings of its own. Raises ConfigError."""
+    return api.PolicyOverride(make_policy(settings, draw).select_worker, _tier_weights(settings))
+
+
+def _tier_weights(settings: RouterConfig) -> policies.TierWeights:
+    return {
+        kv_events.DEVICE: settings.router_device_credit,
+        kv_events.HOST: settings.router_host_credit,
+        kv_events.DISK: settings.router_disk_credit,
+    }
+
+
 def make_selector(
     settings: RouterConfig,
     index: api.Index,
@@ -241,11 +254,7 @@ def make_selector(
         ),
         queue=queue if can_wait else None,
         max_backlog=max_backlog,
-        tier_weights={
-            kv_events.DEVICE: settings.router_device_credit,
-            kv_events.HOST: settings.router_host_credit,
-            kv_events.DISK: settings.router_disk_credit,
-        },
+        tier_weights=_tier_weights(settings),
         select_worker=guard_policy(policy, name) if is_own else None,
     )
 

@@ -92,12 +92,14 @@ class EndpointRouter:
         *,
         headers: Mapping[str, str],
         instance_id: int | None = None,
+        override: api.PolicyOverride | None = None,
     ) -> requests.Stream:
         """Route a request, to the workers with its LoRA adapter, or to one by name. Raises as `route.Route`."""
         router = self.router
         options = route.RoutingOptions(
             headers=headers,
             instance_id=instance_id,
+            policy_override=override,
             allowed_instances=router.instances_with_lora(request.lora_name),
         )
         return await router.open_stream(request, receiver, options)
@@ -109,6 +111,7 @@ class EndpointRouter:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        override: api.PolicyOverride | None = None,
     ) -> api.Decision:
         """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens).
 
@@ -116,7 +119,9 @@ class EndpointRouter:
         """
         router, seed = self.router, blocks.seed_of(lora_name, cache_salt)
         allowed = router.instances_with_lora(lora_name)
-        decision = router.scheduler.select_worker(packed_tokens, request_id, seed, allowed)
+        decision = router.scheduler.select_worker(
+            packed_tokens, request_id, seed, allowed, override
+        )
         if request_id is not None:
             self._count(request_id)
         return decision

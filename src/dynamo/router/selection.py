@@ -310,7 +310,8 @@ class Selector:
             return Decision(prompt.pinned, candidates.overlap(prompt.pinned))
         if prompt.is_prefilled:
             return policies.select_decode_worker(prompt, candidates, now)
-        return self._select_worker(prompt, candidates, now)
+        select_worker = prompt.override.select_worker if prompt.override else self._select_worker
+        return select_worker(prompt, candidates, now)
 
     def _add_active(
         self, request_id: str, prompt: Prompt, decision: Decision, now: float
@@ -331,12 +332,14 @@ class Selector:
         if not prompt.is_unrestricted:
             allowed = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
             loads = allowed or loads  # the allowed workers may have been lost while it waited
-        if prompt.is_prefilled or not self._policy.uses_cache:
+        if prompt.is_prefilled or not (prompt.override or self._policy.uses_cache):
             return Candidates(loads, _NO_BLOCKS, _NO_BLOCKS)
         overlaps = self._index.find_matches(prompt.sequence_hashes)
         return Candidates(
             loads,
-            policies.cached_blocks(overlaps, self._tier_weights),
+            policies.cached_blocks(
+                overlaps, prompt.override.tier_weights if prompt.override else self._tier_weights
+            ),
             self.active.prefix_lengths(prompt.sequence_hashes),
         )
 

@@ -188,6 +188,33 @@ async def test_prompt_goes_to_the_worker_that_has_it(cluster):
     assert [block["block_hash"] for run in stored for block in run] == list(hashes)
 
 
+async def test_request_may_have_weights_of_its_own(cluster):
+    router = await cluster.router(2)
+    idle, holder = cluster.workers
+    prompt = list(range(4000))
+    holder.events.publish_stored(prompt, [BLOCK] * 1000, list(range(1000)))
+    async with asyncio.timeout(PATIENT_S):
+        while not (await router.get_overlap_scores(prompt))["workers"]:
+            await asyncio.sleep(0)
+    holder.may_end.clear()
+    stream = await router.generate(OTHERS, "m", worker_id=holder.id)
+    async with asyncio.timeout(PATIENT_S):
+        await anext(stream)
+    weights = {"overlap_score_credit": 0.0}
+    selected = [
+        await router.best_worker(prompt),
+        await router.best_worker(prompt, weights),
+        await router.best_worker(prompt, weights, request_id="a"),
+        await router.best_worker(prompt, {"router_temperature": 0.0, "prefill_load_scale": None}),
+    ]
+    await router.free("a")
+    await read(await router.generate(prompt, "m", router_config_override=weights))
+    await stream.aclose()
+
+    assert [worker_id for worker_id, _, _ in selected] == [holder.id, idle.id, idle.id, holder.id]
+    assert [len(worker.requests) for worker in cluster.workers] == [1, 1]
+
+
 async def test_request_counts_at_its_worker_until_it_is_free(cluster):
     router = await cluster.router(2)
     first, _, _ = await router.best_worker(TOKENS, request_id="a")
@@ -361,6 +388,11 @@ def test_json_that_has_no_settings_is_refused(text):
     [
         ("generate", {"model": "m", "extra_args": {"a": 1}}, "generate: extra_args is not"),
         ("best_worker", {"policy_class": "gold"}, "best_worker: policy_class is not supported"),
+        (
+            "best_worker",
+            {"router_config_override": {"assume_kv_reuse": False}},
+            "router_config_override: assume_kv_reuse is not supported here",
+        ),
         ("get_potential_loads", {"block_mm_infos": [{}]}, "block_mm_infos is not supported here"),
     ],
 )
