@@ -914,6 +914,22 @@ async def test_one_process_serves_several_endpoints_at_one_address(world):
         await server.serve("a/b/one", Holder())
 
 
+async def test_endpoint_that_is_not_served_any_more_is_refused_and_may_be_served_again(world):
+    async def ask():
+        return await requests.call(plane, address, ECHO, None, reply_type=int, timeout_s=PATIENT_S)
+
+    server, plane = world.plane(), world.plane()
+    address = await server.serve(ECHO, lambda call: call.reply(1))
+    answers = [await ask()]
+    server.stop_serving(ECHO)
+    server.stop_serving(ECHO)
+    with pytest.raises(errors.WorkerLost, match="is not served here any more: ask another"):
+        await ask()
+    await server.serve(ECHO, lambda call: call.reply(2))
+
+    assert [*answers, await ask()] == [1, 2]
+
+
 async def test_call_raises_the_error_of_the_endpoint(world):
     def handler(call):
         match msgspec.msgpack.decode(call.body):

@@ -162,6 +162,46 @@ def test_service_that_is_written_for_version_1_runs(environ):
     assert line.endswith("[backend] Received request: world")
 
 
+# In the form of Dynamo's page of examples for its router.
+ROUTER = """
+from dynamo.llm import KvRouter, KvRouterConfig
+from dynamo.runtime import DistributedRuntime, dynamo_worker
+
+@dynamo_worker()
+async def worker(runtime: DistributedRuntime):
+    endpoint = runtime.endpoint("dynamo.backend.generate")
+    router = KvRouter(endpoint, block_size=64, kv_router_config=KvRouterConfig())
+    tokens = list(range(100, 164))
+    stream = await router.generate(tokens, model="m", stop_conditions={"max_tokens": 3, "ignore_eos": True})
+    items = [item async for item in stream]
+    print(sum(len(item["token_ids"]) for item in items), items[-1]["finish_reason"])
+    while not (await router.best_worker(tokens))[2]:
+        pass
+    worker_id, dp_rank, num_blocks = await router.best_worker(tokens)
+    print([worker_id] == await (await endpoint.client()).wait_for_instances(), dp_rank, num_blocks)
+
+worker()
+"""
+
+
+def test_service_routes_to_the_workers_of_a_model(environ):
+    with subprocess.Popen([sys.executable, "-m", "dynamo.mocker"], env=environ) as mocker:
+        try:
+            answer = subprocess.run(
+                [sys.executable, "-c", ROUTER],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=PATIENT_S,
+                check=False,
+            )
+        finally:
+            mocker.send_signal(signal.SIGTERM)
+            mocker.wait(PATIENT_S)
+
+    assert answer.stdout.splitlines() == ["3 length", "True 0 1"], answer.stderr
+
+
 def test_public_face_of_the_runtime_imports_nothing_until_a_name_is_used(environ):
     program = (
         "import sys, dynamo.runtime; assert 'asyncio' not in sys.modules;"

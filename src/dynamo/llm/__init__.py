@@ -19,6 +19,9 @@ _MODULE_BY_NAME = dict.fromkeys(
 ) | {
     "KvEventPublisher": "dynamo.llm.publishers",
     "WorkerMetricsPublisher": "dynamo.llm.publishers",
+    "KvRouter": "dynamo.llm.routers",
+    "KvRouterConfig": "dynamo.llm.routers",
+    "RouterQueueLimitExceeded": "dynamo.llm.exceptions",
     "RouterMode": "dynamo.runtime.naming",
 }
 

@@ -11,4 +11,5 @@ InvalidArgument = errors.InvalidRequest
 Cancelled = errors.Cancelled
 EngineShutdown = errors.WorkerLost
 CannotConnect = Disconnected = ConnectionTimeout = StreamIncomplete = errors.StreamBroken
+RouterQueueLimitExceeded, WorkerUnavailable = errors.Overloaded, errors.NoWorkers  # of a `KvRouter`
 Unknown = errors.EngineFailed

@@ -31,9 +31,14 @@ from dynamo.worker import model_source
 
 DEFAULT_CONTEXT = 32_768  # tokens, for a model configuration without a length
 _END_TOKENS = (generate.FinishReason.EOS, generate.FinishReason.STOP)
-_FINISH_REASONS = {str(reason): reason for reason in generate.FinishReason} | {
-    "abort": generate.FinishReason.CANCELLED
-}
+_FINISH_REASONS = {str(reason): reason for reason in generate.FinishReason}
+_GIVEN_UP = ("abort", "cancelled")
+_FACTS = (
+    *("context_length", "total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"),
+    *("data_parallel_size", "enable_local_indexer", "tool_call_parser", "reasoning_parser"),
+    *("runtime_data", "kv_event_publishing_enabled"),  # the latter: its publisher says it
+    "exclude_tools_when_tool_choice_none",  # always
+)
 
 
 class ModelInput(enum.Enum):
@@ -59,15 +64,26 @@ class ModelTypes(enum.Flag):
 
 
 class EngineDescription:
-    """What a worker says of its engine: sizes for routers and planners, and the formats of its model's answers."""
+    """What a worker says of its engine: sizes for routers and planners, and the formats of its model's answers.
+
+    A field that nothing here reads may be set to nothing, or not at all: raises ConfigError.
+    """
 
     def __init__(self) -> None:
-        self.total_kv_blocks: int | None = None
+        self.context_length: int | None = None  # tokens; that of `register_model` goes before
+        self.total_kv_blocks: int | None = None  # of each data-parallel rank
         self.max_num_seqs: int | None = None
         self.max_num_batched_tokens: int | None = None
+        self.data_parallel_size = 1
+        self.enable_local_indexer = True  # events can always be asked for again
         self.tool_call_parser: str | None = None
         self.reasoning_parser: str | None = None
         self.runtime_data: dict[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value and name not in _FACTS:
+            raise errors.ConfigError(f"ModelRuntimeConfig, {name}: not supported here")
+        super().__setattr__(name, value)
 
     def set_engine_specific(self, key: str, value: Any) -> None:
         """Add a value of the engine's own."""
@@ -83,6 +99,7 @@ class EngineDescription:
             total_kv_blocks=self.total_kv_blocks or 0,
             max_num_seqs=self.max_num_seqs or 0,
             max_num_batched_tokens=self.max_num_batched_tokens or 0,
+            data_parallel_size=self.data_parallel_size,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             supports_logprobs=False,
@@ -95,10 +112,10 @@ class EngineDescription:
 
 @dataclass(slots=True)
 class ModelAdapter:
-    """The adapter of an endpoint with a model, the files of its card, and what the card says of the engine."""
+    """The adapter of an endpoint with a model: the files of its card, and the card."""
 
     files: cards.FileSharing
-    engine: model_card.ModelRuntimeConfig
+    card: model_card.ModelCard
 
     def __call__(
         self, handle: serving.Handle, request: Any, context: request_context.Context
@@ -140,7 +157,7 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
         raise errors.ConfigError(
             f"register_model: expected ModelType.Chat, ModelType.Completions or both, got {model_type}"
         )
-    runtime = runtime_of(endpoint)
+    runtime, facts = runtime_of(endpoint), runtime_config or EngineDescription()
     directory = Path(await fetch_model(model_path, ignore_weights=True))
     files = cards.describe_files(directory)
     if custom_template_path is not None:
@@ -152,20 +169,20 @@ async def register_model(  # noqa: PLR0913 (NVIDIA Dynamo's; all but four have a
     card = model_card.ModelCard(
         display_name=model_name or model_path,
         source_path=str(directory),
-        context_length=context_length or _trained_context(directory),
+        context_length=context_length or facts.context_length or _trained_context(directory),
         kv_cache_block_size=kv_cache_block_size or 16,
         model_type=tuple(kind for flag, kind in kinds.items() if flag in model_type),
         files=files,
         migration_limit=migration_limit,
-        runtime_config=(runtime_config or EngineDescription()).facts(),
+        runtime_config=facts.facts(),
         user_data=dict(user_data or {}),
         created=int(time.time()),
     )
     adapter = runtime.served.adapters.get(endpoint.name)
     if not isinstance(adapter, ModelAdapter):
-        adapter = ModelAdapter(cards.FileSharing(runtime, runtime.clock), card.runtime_config)
+        adapter = ModelAdapter(cards.FileSharing(runtime, runtime.clock), card)
         runtime.served.adapters[endpoint.name] = adapter
-    adapter.engine = card.runtime_config
+    adapter.card = card
     card = await adapter.files.share(card, endpoint.name)
     await runtime.records.put(*card.record_for(_instance_of(endpoint)))
 
@@ -259,6 +276,8 @@ def preprocessed_request(request: generate.Request, index: int) -> dict[str, Any
         "eos_token_ids": end_ids,
         "annotations": list(request.annotations),
         "lora_name": request.lora_name,
+        "dp_rank": request.data_parallel_rank,
+        "routing": {"dp_rank": request.data_parallel_rank, "lora_name": request.lora_name},
     }
 
 
@@ -274,6 +293,8 @@ def translate_item(item: Any, index: int, end_ids: set[int]) -> Iterator[generat
     if isinstance(reason, Mapping) or reason == "error":
         message = reason.get("error") if isinstance(reason, Mapping) else item.get("err_msg")
         raise errors.EngineFailed(f"the engine failed: {message or 'it gives no reason'}")
+    if reason in _GIVEN_UP:
+        raise errors.EngineFailed(f"the engine gave the request up: {reason}")
     if reason is not None and str(reason) not in _FINISH_REASONS:
         raise errors.EngineFailed(
             f"expected a finish_reason of {', '.join(_FINISH_REASONS)}, got {reason!r:.80}"

@@ -46,8 +46,30 @@ class ComponentReports:
             worker_id=runtime.instance_id,
             epoch=ids.new_instance_id(),
         )
-        self.publish_kv_events = self._publisher.publish_kv_events
+        self._has_checked_size = False  # of blocks, against the model's
         runtime.tasks.start(f"publish KV events of {endpoint.name}", self._publish())
+
+    def publish_kv_events(
+        self, events: Sequence[kv_events.KvEvent], dp_rank: int, block_size: int
+    ) -> None:
+        """Publish the events of blocks of so many tokens; the log says once if the model has other ones."""
+        self._publisher.publish_kv_events(events, dp_rank)
+        card = self._card
+        if card is None or self._has_checked_size:
+            return
+        self._has_checked_size = True
+        if card.kv_cache_block_size != block_size:
+            _logger.warning(
+                "routers find no block of this engine: its publisher says blocks of %d tokens (kv_block_size), and its"
+                " model %d (kv_cache_block_size of register_model)",
+                block_size,
+                card.kv_cache_block_size,
+            )
+
+    @property
+    def _card(self) -> model_card.ModelCard | None:
+        adapter = self._runtime.served.adapters.get(self._endpoint)
+        return adapter.card if isinstance(adapter, models.ModelAdapter) else None
 
     def __len__(self) -> int:
         return self._runtime.served.num_open(self._endpoint)
@@ -65,9 +87,8 @@ class ComponentReports:
 
     def _measure(self) -> Sequence[load.ForwardPassMetrics]:
         """Return the load of each rank that has a figure; all requests are counted at the first."""
-        adapter = self._runtime.served.adapters.get(self._endpoint)
-        unknown = model_card.ModelRuntimeConfig()
-        engine = adapter.engine if isinstance(adapter, models.ModelAdapter) else unknown
+        card = self._card
+        engine = model_card.ModelRuntimeConfig() if card is None else card.runtime_config
         return tuple(
             load.ForwardPassMetrics(
                 worker_stats=load.WorkerStats(
@@ -221,7 +242,7 @@ class EngineEventPublisher:
     def _publish(self, events: Sequence[engine_events.EngineEvent]) -> None:
         num_dropped = self._translator.num_dropped
         if translated := self._translator.translate(events):
-            self._reports.publish_kv_events(translated, self._dp_rank)
+            self._reports.publish_kv_events(translated, self._dp_rank, self._block_size)
         if self._translator.num_dropped and not num_dropped:
             _logger.warning(
                 "a stored block is left out, as others may be: its parent was not published, or it has an image"
@@ -229,7 +250,7 @@ class EngineEventPublisher:
 
     async def _relay_until_closed(self, subscriber: kv_subscriber.ZmqKvSubscriber) -> None:
         def publish(events: Sequence[kv_events.KvEvent], _rank: int) -> None:
-            self._reports.publish_kv_events(events, self._dp_rank)
+            self._reports.publish_kv_events(events, self._dp_rank, self._block_size)
 
         try:
             subscriber.start(self._block_size, publish)

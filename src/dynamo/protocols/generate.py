@@ -16,13 +16,11 @@ from dynamo.protocols import blocks, kv_transfer
 
 
 class FinishReason(StrEnum):
-    """The reason why a choice ended."""
+    """The reason why a choice is complete; one that its engine gave up, or that failed, ends by an error."""
 
     EOS = "eos"  # an end token of the model
     STOP = "stop"  # a stop token or stop string of the request
     LENGTH = "length"  # max_tokens reached, or the context is full
-    CANCELLED = "cancelled"  # the client disconnected
-    ERROR = "error"
     CONTENT_FILTER = "content_filter"
 
 

@@ -17,7 +17,7 @@ PART_BYTES = 512 * 1024
 
 def model_files_path(endpoint: instances.EndpointName) -> str:
     """Return the path at which a worker that serves `endpoint` sends the files on its card, at the same address."""
-    return f"{endpoint.namespace}/{endpoint.component}/model_files"
+    return f"{endpoint.path}/model_files"
 
 
 class ModelType(StrEnum):

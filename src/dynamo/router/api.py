@@ -48,6 +48,17 @@ class Index(Protocol):
         ...
 
 
+SelectWorker = Callable[["Prompt", "Candidates", float], "Decision"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOverride:
+    """The policy of one request, and its weights of the tiers, in place of those of the router."""
+
+    select_worker: SelectWorker
+    tier_weights: Mapping[kv_events.Tier, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """What is known of a request when its worker is selected. `sequence_hashes` name its full blocks."""
@@ -63,6 +74,7 @@ class Prompt:
     is_restricted: bool = False  # no instance outside `allowed_instances` can ever serve it
     dp_rank: int | None = None  # the rank that the caller asks for, of any instance; None: any
     is_prefilled: bool = False  # computed by a prefill worker: only room to decode matters
+    override: PolicyOverride | None = None
 
     @property
     def is_unrestricted(self) -> bool:
@@ -121,6 +133,14 @@ class LoadEstimate:
     share_in_use: float | None = None  # of its blocks, with this prompt's; None: total is unknown
     tokens_per_s: float = 0.0  # speed of prefill
     copies_per_s: float = 0.0  # tokens of KV that it imports per second; 0: unknown
+
+
+class PotentialLoad(NamedTuple):
+    """The load that a worker would have with one more request, and the number of those that it has."""
+
+    prefill_tokens: int
+    decode_blocks: int
+    num_requests: int
 
 
 class Decision(NamedTuple):

@@ -6,6 +6,7 @@ needs, and is shared by frontend and standalone router.
 
 import dataclasses
 import importlib
+import logging
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,7 @@ from dynamo.base import config, errors
 from dynamo.protocols import kv_events
 from dynamo.router import active_sequences, api, policies, selection
 
+_logger = logging.getLogger(__name__)
 _STRIDE_TOKENS = 64  # resolution of shared blocks in flight; finer costs more than it brings
 
 
@@ -186,6 +188,44 @@ def _make_own_policy(name: str) -> api.RoutingPolicy:
     return policy
 
 
+def guard_policy(policy: api.RoutingPolicy, name: str) -> api.SelectWorker:
+    """Return a user's way to select a worker, with that of the default policy where it fails; the log says so once."""
+    default, has_failed = policies.EstimatedTtft(), False
+
+    def select_worker(prompt: api.Prompt, candidates: api.Candidates, now: float) -> api.Decision:
+        nonlocal has_failed
+        try:
+            decision = policy.select_worker(prompt, candidates, now)
+            if isinstance(decision, api.Decision) and decision.worker in candidates.loads:
+                return decision
+            reason = f"expected a Decision for one of the candidates, got {decision!r:.200}"
+        except Exception as error:  # noqa: BLE001 (the supervisor of a user's class)
+            reason = f"{type(error).__name__}: {error}"
+        if not has_failed:
+            has_failed = True
+            _logger.warning(
+                "--router-policy %s failed: %s; estimated-ttft selects in its place, whenever it fails",
+                name,
+                reason,
+            )
+        return default.select_worker(prompt, candidates, now)
+
+    return select_worker
+
+
+def make_override(settings: RouterConfig, draw: api.Draw) -> api.PolicyOverride:
+    """Make the policy of one request with settings of its own. Raises ConfigError."""
+    return api.PolicyOverride(make_policy(settings, draw).select_worker, _tier_weights(settings))
+
+
+def _tier_weights(settings: RouterConfig) -> policies.TierWeights:
+    return {
+        kv_events.DEVICE: settings.router_device_credit,
+        kv_events.HOST: settings.router_host_credit,
+        kv_events.DISK: settings.router_disk_credit,
+    }
+
+
 def make_selector(
     settings: RouterConfig,
     index: api.Index,
@@ -201,9 +241,11 @@ def make_selector(
     queue = selection.RequestQueue(
         settings.router_queue_policy, max_size=settings.router_queue_size
     )
-    can_wait = max_backlog > 0 and settings.policy_name != "direct"  # which refuses all that could
+    policy, name = make_policy(settings, draw), settings.policy_name
+    is_own = name not in get_args(PolicyName)
+    can_wait = max_backlog > 0 and name != "direct"  # which refuses all that could
     return selection.Selector(
-        make_policy(settings, draw),
+        policy,
         index,
         active_sequences.ActiveSequences(
             block_size,
@@ -212,11 +254,8 @@ def make_selector(
         ),
         queue=queue if can_wait else None,
         max_backlog=max_backlog,
-        tier_weights={
-            kv_events.DEVICE: settings.router_device_credit,
-            kv_events.HOST: settings.router_host_credit,
-            kv_events.DISK: settings.router_disk_credit,
-        },
+        tier_weights=_tier_weights(settings),
+        select_worker=guard_policy(policy, name) if is_own else None,
     )
 
 

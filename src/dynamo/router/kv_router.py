@@ -121,9 +121,11 @@ class KvRouter:
     def _prompt_of(
         self, request: generate.Request, options: route.RoutingOptions, usable: Sequence[int]
     ) -> api.Prompt:
-        return self.scheduler.make_prompt(
+        prompt = self.scheduler.make_prompt(
             request, options.instance_id, usable, is_restricted=options.is_restricted
         )
+        override = options.policy_override
+        return prompt if override is None else dataclasses.replace(prompt, override=override)
 
     def _restrict(self, prompt: api.Prompt, usable: Sequence[int]) -> api.Prompt:
         """Limit the prompt to the usable instances, unless these are all. Raises NoWorkers if there are none."""

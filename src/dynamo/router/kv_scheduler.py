@@ -188,15 +188,18 @@ class KvScheduler:
         key: str | None,
         seed: int,
         allowed_instances: frozenset[int] | None,
+        override: api.PolicyOverride | None = None,
     ) -> Decision:
         """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens; seed: `blocks.seed_of`).
 
         With a `key`, the request counts as in flight until `free_request(key)`, and of several questions with that key
         at the worker of the last. Raises NoWorkers or Overloaded.
         """
-        prompt = Prompt.from_tokens(packed_tokens, self.block_size, seed)
-        if allowed_instances is not None:
-            prompt = dataclasses.replace(prompt, allowed_instances=allowed_instances)
+        prompt = dataclasses.replace(
+            Prompt.from_tokens(packed_tokens, self.block_size, seed),
+            allowed_instances=allowed_instances,
+            override=override,
+        )
         if key is None:
             return self.preview(prompt)
         self.free_request(key)

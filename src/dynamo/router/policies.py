@@ -225,7 +225,7 @@ class _BlockPolicy(abc.ABC):
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
         """Select the worker with the lowest cost."""
         workers = list(candidates.loads)
-        costs = [self.cost(*_prefill_and_decode(prompt, candidates, w)) for w in workers]
+        costs = [self.cost(*prefill_and_decode(prompt, candidates, w)) for w in workers]
         worker = workers[pick(costs, self.temperature, self.draw)]
         return Decision(worker, candidates.cached.get(worker, 0))
 
@@ -233,7 +233,7 @@ class _BlockPolicy(abc.ABC):
         self, prompt: Prompt, candidates: Candidates, worker: Worker
     ) -> dict[str, float]:
         """Return the two parts of a worker's cost, in blocks."""
-        prefill, decode = _prefill_and_decode(prompt, candidates, worker)
+        prefill, decode = prefill_and_decode(prompt, candidates, worker)
         return {"prefill": prefill, "decode": decode}
 
 
@@ -271,9 +271,7 @@ def total_cost(policy: api.RoutingPolicy, parts: Mapping[str, float]) -> float:
     return sum(parts.values())
 
 
-def _prefill_and_decode(
-    prompt: Prompt, candidates: Candidates, worker: Worker
-) -> tuple[float, float]:
+def prefill_and_decode(prompt: Prompt, candidates: Candidates, worker: Worker) -> tuple[float, int]:
     """Return the blocks to compute and the blocks in use at this worker, with the request."""
     load = candidates.loads[worker]
     num_cached = candidates.cached.get(worker, 0) * prompt.block_size

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from dynamo.protocols import generate, model_card
-from dynamo.router import explanation
+from dynamo.router import api, explanation
 from dynamo.runtime import client, requests
 
 AddDisconnectCallback = Callable[[Callable[[], None]], None]
@@ -39,6 +39,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_restricted: bool = False  # no instance outside `allowed_instances` can ever serve it
     headers: Mapping[str, str] | None = None
     timeout_s: float | None = None
+    policy_override: api.PolicyOverride | None = None  # heeded where the workers' caches count
     add_disconnect_callback: AddDisconnectCallback | None = None
     on_dispatched: Callable[[int], None] | None = None
     on_prefilled: Callable[[PrefillResult], None] | None = None

@@ -133,10 +133,15 @@ class Selector:
         queue: RequestQueue | None = None,
         max_backlog: float = 1.0,
         tier_weights: policies.TierWeights = policies.DEFAULT_TIER_WEIGHTS,
+        select_worker: api.SelectWorker | None = None,
     ) -> None:
-        """`max_backlog`: a worker has room below so many full steps (max_num_batched_tokens) of prompt tokens."""
+        """`max_backlog`: a worker has room below so many full steps (max_num_batched_tokens) of prompt tokens.
+
+        `select_worker` is called in place of that of the policy.
+        """
         self.active = active
         self._policy = policy
+        self._select_worker = select_worker or policy.select_worker
         self._index = index
         self._queue = queue
         self._planned: dict[str, Decision] = {}  # queued request -> the worker that it waits for
@@ -184,6 +189,20 @@ class Selector:
             for worker, count in by_worker.items():
                 num_blocks[worker] = num_blocks.get(worker, 0) + count
         return num_blocks
+
+    def find_overlaps(self, prompt: Prompt) -> api.OverlapScores:
+        """Return the blocks of a prompt that each worker has, by tier."""
+        return self._index.find_matches(prompt.sequence_hashes)
+
+    def potential_loads(self, prompt: Prompt) -> dict[api.Worker, api.PotentialLoad]:
+        """Return the load that each worker which may serve a prompt would have with it."""
+        candidates, loads = self._candidates(prompt), dict[api.Worker, api.PotentialLoad]()
+        for worker, load in candidates.loads.items():
+            num_prefill, num_decode = policies.prefill_and_decode(prompt, candidates, worker)
+            loads[worker] = api.PotentialLoad(
+                round(num_prefill * prompt.block_size), num_decode, load.num_requests
+            )
+        return loads
 
     def preview(self, prompt: Prompt, now: float) -> Decision:
         """Return the decision without a queue and without counting the request. Raises as `select`."""
@@ -291,7 +310,8 @@ class Selector:
             return Decision(prompt.pinned, candidates.overlap(prompt.pinned))
         if prompt.is_prefilled:
             return policies.select_decode_worker(prompt, candidates, now)
-        return self._policy.select_worker(prompt, candidates, now)
+        select_worker = prompt.override.select_worker if prompt.override else self._select_worker
+        return select_worker(prompt, candidates, now)
 
     def _add_active(
         self, request_id: str, prompt: Prompt, decision: Decision, now: float
@@ -312,12 +332,14 @@ class Selector:
         if not prompt.is_unrestricted:
             allowed = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
             loads = allowed or loads  # the allowed workers may have been lost while it waited
-        if prompt.is_prefilled or not self._policy.uses_cache:
+        if prompt.is_prefilled or not (prompt.override or self._policy.uses_cache):
             return Candidates(loads, _NO_BLOCKS, _NO_BLOCKS)
         overlaps = self._index.find_matches(prompt.sequence_hashes)
         return Candidates(
             loads,
-            policies.cached_blocks(overlaps, self._tier_weights),
+            policies.cached_blocks(
+                overlaps, prompt.override.tier_weights if prompt.override else self._tier_weights
+            ),
             self.active.prefix_lengths(prompt.sequence_hashes),
         )
 

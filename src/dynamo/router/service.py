@@ -8,8 +8,8 @@ It follows the workers of one endpoint and serves, at `dyn://NAMESPACE.router.â€
     free                     `SequenceUpdate`: such a request has ended
     dump                     the content of the index, one run of blocks (`CachedRun`) at a time
 
-A caller that sends `best_worker_id` with a `request_id` and `update_states` promises to report the request's end.
-Callers die: a request of which nothing is said for `COUNTED_S` has ended, or workers would seem busy forever.
+A caller that sends `best_worker_id` with a `request_id` and `update_states` promises to report the request's end
+(`endpoint_router` says what follows if it does not).
 """
 
 import asyncio
@@ -21,14 +21,12 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.protocols import blocks, generate, instances, kv_events, model_card, wire
-from dynamo.router import kv_router, route, route_factory
+from dynamo.protocols import blocks, generate, instances, kv_events, wire
+from dynamo.router import endpoint_router, route_factory
 from dynamo.runtime import component, requests
 
-COUNTED_S = 300.0  # longer than nearly all answers; of a longer one only its load is forgotten
 Body = TypeVar("Body")
 _logger = logging.getLogger(__name__)
-_decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 _decode_request = msgspec.msgpack.Decoder(generate.Request).decode
 
 
@@ -77,18 +75,12 @@ class RouterService:
     ) -> None:
         self._runtime = runtime
         self._target = target
-        self._factory = factory
-        self._clock = clock
-        self._ends: dict[str, clocks.Timer] = {}  # of the requests that `best_worker_id` counted
-        self._client = runtime.client(target)
-        self._cards: dict[int, model_card.ModelCard] = {}
-        self._router: kv_router.KvRouter | None = None
-        self._block_size = 0  # of the oldest worker, for which the router was made
-        self._tasks = tasks.Tasks()
+        self._workers = endpoint_router.EndpointRouter(runtime, target, factory, clock)
+        self._tasks = tasks.Tasks()  # one for each request that is routed
 
     async def start(self) -> None:
         """Register all endpoints, and follow the workers' model cards."""
-        await self._factory.start()
+        await self._workers.start()
         handlers: dict[str, requests.Handler] = {
             "generate": self._generate,
             "best_worker_id": self._make_handler(BestWorkerRequest, self._best_worker),
@@ -101,52 +93,16 @@ class RouterService:
         for endpoint, handler in handlers.items():
             name = instances.EndpointName(self._target.namespace, "router", endpoint)
             await self._runtime.register(name, handler)
-        self._tasks.start("watch model cards", self._watch_cards())
         _logger.info("routing to %s", self._target)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises the error of a failed task."""
-        await self._tasks.run_until(stop)
+        await self._workers.run(stop)
 
     async def close(self) -> None:
         """Stop all tasks and close the routes."""
-        for request_id in list(self._ends):
-            self._ends.pop(request_id).cancel()
         await self._tasks.close()
-        await self._factory.close()
-
-    async def _watch_cards(self) -> None:
-        prefix = f"{instances.CARDS}{self._target.path}/"
-        async for change in self._runtime.discovery.watch(prefix):
-            try:
-                instance_id = int(change.key.removeprefix(prefix), 16)
-                value = getattr(change, "value", None)
-                card = None if value is None else _decode_record(value).card_json
-            except (ValueError, RecursionError) as error:  # those of msgspec included
-                _logger.warning("ignored the model card %s: %s", change.key, error)
-                continue
-            self._update_card(instance_id, card)
-
-    def _update_card(self, instance_id: int, card: model_card.ModelCard | None) -> None:
-        if card is None:
-            self._cards.pop(instance_id, None)
-        else:
-            self._cards[instance_id] = card
-        oldest = next(iter(self._cards.values()), None)
-        if oldest is not None and (
-            self._router is None or oldest.kv_cache_block_size != self._block_size
-        ):
-            if self._router is not None:  # two would show, and remove, the load of one worker
-                self._router.set_model_cards({})
-            self._block_size = oldest.kv_cache_block_size
-            self._router = self._factory.make_kv_router(self._client, oldest)
-        if self._router is not None:
-            self._router.set_model_cards(self._cards)
-
-    def _get_router(self) -> kv_router.KvRouter:
-        if self._router is None:
-            raise errors.NoWorkers(f"no worker serves {self._target}: start one")
-        return self._router
+        await self._workers.close()
 
     def _make_handler(
         self, body_type: type[Body], respond: Callable[[Body], Any]
@@ -167,13 +123,12 @@ class RouterService:
         return handle
 
     def _best_worker(self, request: BestWorkerRequest) -> BestWorkerResponse:
-        packed = _packed(request.token_ids)
-        key = request.request_id if request.update_states else None
-        router, seed = self._get_router(), blocks.seed_of(request.lora_name, request.cache_salt)
-        allowed = router.instances_with_lora(request.lora_name)
-        decision = router.scheduler.select_worker(packed, key, seed, allowed)
-        if key is not None:
-            self._count(key)
+        decision = self._workers.select_worker(
+            _packed(request.token_ids),
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
+            request_id=request.request_id if request.update_states else None,
+        )
         return BestWorkerResponse(
             worker_id=decision.worker.instance_id,
             dp_rank=decision.worker.dp_rank,
@@ -181,34 +136,15 @@ class RouterService:
         )
 
     def _mark_prefill_complete(self, update: SequenceUpdate) -> dict[str, str]:
-        self._get_router().scheduler.mark_prefill_completed(update.request_id)
-        if update.request_id in self._ends:
-            self._count(update.request_id)
+        self._workers.mark_prefill_completed(update.request_id)
         return {"status": "success"}
 
     def _free(self, update: SequenceUpdate) -> dict[str, str]:
-        self._get_router().scheduler.free_request(update.request_id)
-        self._stop_counting(update.request_id)
+        self._workers.free_request(update.request_id)
         return {"status": "success"}
 
-    def _count(self, request_id: str) -> None:
-        self._stop_counting(request_id)
-        self._ends[request_id] = self._clock.call_later(COUNTED_S, self._give_up, request_id)
-
-    def _stop_counting(self, request_id: str) -> None:
-        if timer := self._ends.pop(request_id, None):
-            timer.cancel()
-
-    def _give_up(self, request_id: str) -> None:
-        _logger.warning(
-            "no caller has freed the request %s within %g s: it counts as ended",
-            request_id,
-            COUNTED_S,
-        )
-        self._free(SequenceUpdate(request_id=request_id))
-
     def _dump(self, call: requests.Call) -> None:
-        for worker, tier, names in self._factory.cached_runs(self._target):
+        for worker, tier, names in self._workers.cached_runs():
             call.reply(CachedRun(worker.instance_id, worker.dp_rank, tier, list(names)))
         call.finish()
 
@@ -221,21 +157,24 @@ class RouterService:
         if not request.token_ids or len(request.token_ids) % blocks.TOKEN_BYTES:
             call.fail(_no_tokens())
             return
-        task = self._tasks.start(f"route {request.id}", self._forward(call, request))
+
+        def fail(error: BaseException) -> None:
+            name = type(error).__name__
+            call.fail(errors.DynamoError(f"internal error in the router: {name}; see its log"))
+
+        work = self._forward(call, request)
+        task = self._tasks.start(f"route {request.id}", work, on_death=fail)
         call.on_cancel(lambda: _cancel(task))
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
-            router = self._get_router()
-            options = route.RoutingOptions(
-                headers=call.headers,
-                allowed_instances=router.instances_with_lora(request.lora_name),
-            )
-            stream = await router.open_stream(request, _ForwardingReceiver(call), options)
+            receiver = _ForwardingReceiver(call)
+            stream = await self._workers.open_stream(request, receiver, headers=call.headers)
         except errors.DynamoError as error:
             call.fail(error)
         else:
             call.on_cancel(stream.cancel)
+            call.on_signal(stream.send_signal)  # the cancel of one choice
 
 
 def _packed(token_ids: bytes | list[int]) -> bytes:

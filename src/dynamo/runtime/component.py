@@ -281,6 +281,13 @@ class DistributedRuntime:
             await self.records.put(key, record)
         return instance
 
+    async def unregister(self, name: instances.EndpointName) -> None:
+        """Undo `register`: publish the instance no more, and refuse requests to the endpoint."""
+        try:
+            await self.records.deregister_endpoint(name)
+        finally:
+            self.requests.stop_serving(name.path)
+
     def shared_client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return the one client of this endpoint that all which ask for it so share, until this runtime is closed."""
         if name not in self._shared_clients:

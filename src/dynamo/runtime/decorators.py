@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import addresses, config, draining, errors, process_setup, tasks
+from dynamo.protocols import generate
 from dynamo.runtime import component, reachability, serving, system_port
 
 Main = Callable[..., Coroutine[Any, Any, Any]]
@@ -121,7 +122,10 @@ async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> N
     settings = reachability.with_reachable_host(
         config.load(UserServiceConfig, prog="dynamo", argv=()), os.environ
     )
-    async with await component.DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:
+    async with (
+        await component.DistributedRuntime.open(settings, item_type=generate.Output) as runtime,
+        tasks.Tasks() as own,
+    ):
         stop = process_setup.stop_on_signals(runtime.stop_requested)
         runtime.served.check = settings.endpoint_check
         served = system_port.ServiceSystemPort(

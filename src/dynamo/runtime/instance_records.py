@@ -81,11 +81,13 @@ class InstanceRecords:
         await self._discovery.delete(*reversed(keys))
 
     async def deregister_endpoint(self, name: instances.EndpointName) -> None:
-        """Remove the records of one endpoint for good; its handler still answers."""
-        await self.withdraw_endpoint(name)
-        for key in self._keys_of(name):
-            self._hidden.discard(key)
-            del self._records[key]
+        """Remove the records of one endpoint until they are put anew; its handler still answers."""
+        try:
+            await self.withdraw_endpoint(name)
+        finally:
+            for key in self._keys_of(name):
+                self._hidden.discard(key)
+                del self._records[key]
 
     async def restore_endpoint(self, name: instances.EndpointName) -> None:
         """Publish the withdrawn records of one endpoint again; while all are withdrawn, `restore` does."""

@@ -12,10 +12,11 @@
 """
 
 import asyncio
-import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
+
+import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
@@ -49,6 +50,10 @@ class Registrar(Protocol):
         self, name: instances.EndpointName, handler: requests.Handler
     ) -> instances.Instance:
         """Answer an endpoint and publish this instance."""
+        ...
+
+    async def unregister(self, name: instances.EndpointName) -> None:
+        """Undo `register`."""
         ...
 
     def shared_client(self, name: instances.EndpointName) -> clients.EndpointClient:
@@ -104,7 +109,9 @@ class Endpoint:
         *,
         on_listed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
+        """Answer this endpoint until the task is cancelled; then it may be served again.
+
+        `handler(request)` is an async generator of the answer.
 
         A handler with a parameter `context` gets the `Context` of the request as well.
 
@@ -135,10 +142,11 @@ class Endpoint:
             served.start_checks(self.runtime.served.check)
             await asyncio.Event().wait()
         finally:
-            self.runtime.served.discard(served)
-            with contextlib.suppress(errors.Unavailable):  # the lease ends
-                await self.runtime.records.deregister_endpoint(self.name)
-            await served.close()
+            try:
+                await self.runtime.unregister(self.name)
+                await served.close()
+            finally:
+                self.runtime.served.discard(served)
 
     def component(self) -> Component:
         """Return the component that this endpoint belongs to."""
@@ -166,11 +174,12 @@ class Endpoint:
     async def client(self, router_mode: RouterMode | None = None) -> "Client":
         """Return a client that follows the instances of this endpoint; `router_mode` is that of its `generate`.
 
-        Raises ConfigError for RouterMode.KV: `python -m dynamo.router` chooses by cached prefixes.
+        Raises ConfigError for RouterMode.KV: `KvRouter` of `dynamo.llm` chooses by cached prefixes.
         """
         if router_mode is RouterMode.KV:
             raise errors.ConfigError(
-                "RouterMode.KV: a client of an endpoint cannot choose by cached prefixes; ask python -m dynamo.router"
+                "RouterMode.KV: a client of an endpoint cannot choose by cached prefixes; KvRouter of dynamo.llm can,"
+                " and python -m dynamo.router"
             )
         is_random = router_mode is RouterMode.Random
         return Client(
@@ -216,13 +225,12 @@ class ItemStream:
         stream: requests.Stream,
         receiver: requests.ItemReceiver[Any],
         context: Context,
-        *,
-        annotated: bool,
+        read_item: Callable[[Any], Any],
     ) -> None:
         """Read the items of `stream`, which stops with the request of `context`, from its receiver."""
         self._stream = stream
         self._receiver = receiver
-        self._annotated = annotated
+        self._read_item = read_item
         self._is_over = False
         self._stopped = context.async_killed_or_stopped()
         self._stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
@@ -238,7 +246,7 @@ class ItemStream:
         except BaseException:
             self._end()
             raise
-        return Annotated(item) if self._annotated else item
+        return self._read_item(item)
 
     async def aclose(self) -> None:
         """Cancel the handler, if it has not ended. Idempotent."""
@@ -321,4 +329,13 @@ class Client:
         stream = await self._client.open(
             request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
         )
-        return ItemStream(stream, receiver, context, annotated=annotated)
+        return ItemStream(stream, receiver, context, _annotate if annotated else _to_plain)
+
+
+def _to_plain(item: Any) -> Any:
+    """Return an item as JSON-like values, which the tokens of a worker are not."""
+    return msgspec.to_builtins(item) if isinstance(item, msgspec.Struct) else item
+
+
+def _annotate(item: Any) -> Annotated:
+    return Annotated(_to_plain(item))

@@ -147,6 +147,10 @@ class RequestPlane(Protocol):
         """Answer streams to `endpoint` with `handler`; return the address to publish."""
         ...
 
+    def stop_serving(self, endpoint: str) -> None:
+        """Refuse new streams to `endpoint` (WorkerLost: ask another) until it is served again. Idempotent."""
+        ...
+
     async def open(  # noqa: PLR0913 (the constraints of one stream, all but four with a default)
         self,
         address: str,

@@ -1,4 +1,4 @@
-"""Links: connected stream sockets between two agents, plain or with TLS, and the pool of links to one peer.
+"""Links: connected stream sockets between two agents, plain or with TLS.
 
 A link is used by one thread at a time, under a time limit.
 
@@ -13,13 +13,12 @@ client names its server. Without a token the same steps run with an empty key: t
 `backends.tcp` stays on loopback. Without TLS what follows is neither encrypted nor signed.
 """
 
-import contextlib
 import functools
+import select
 import socket
 import ssl
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, Union, cast
 
 import msgspec
@@ -43,8 +42,6 @@ _WAKE_BYTES = 256 * 1024  # so many have come before a receiver of more is woken
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("ll")
 M = TypeVar("M", bound=msgspec.Struct)
-Dial = Callable[["TimeLimit"], "Link"]
-Greet = Callable[["Link", "TimeLimit"], None]
 
 
 class Link:
@@ -66,6 +63,12 @@ class Link:
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._sock.close()
+
+    def has_ended(self) -> bool:
+        """Return whether the peer has closed a link on which it owes nothing; bytes that it sends then are its end."""
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def secure(self, limit: TimeLimit) -> None:
         """Encrypt the link before the first message; nothing to do without TLS. Raises TransferError."""
@@ -319,63 +322,6 @@ def _receive_timeout(limit: TimeLimit | None, num_silent: int, *, is_copy: bool)
     if num_silent >= _WAITS_OF_STALL:
         raise errors.TransferError(f"no byte of the copy has come for {STALL_S:g} s")
     return min(limit.remaining_s(), STALL_S / _WAITS_OF_STALL)
-
-
-class LinkPool:
-    """The links to one peer: one for each thread that needs one at the same time. Thread-safe.
-
-    A link that failed in any way is closed, never used again.
-    """
-
-    def __init__(self, dial: Dial, greet: Greet) -> None:
-        self._dial, self._greet = dial, greet
-        self._lock = threading.Lock()
-        self._idle: list[Link] = []
-        self._is_closed = False
-
-    def warm(self, limit: TimeLimit) -> None:
-        """Open a link ahead of need. Raises TransferError."""
-        with self.borrow(limit):
-            pass
-
-    @contextlib.contextmanager
-    def borrow(self, limit: TimeLimit) -> Iterator[Link]:
-        """Provide a link for one operation. Raises TransferError, also if the peer breaks the protocol within."""
-        opening = limit if limit.remaining_s() <= STALL_S else TimeLimit(STALL_S)
-        with self._lock:
-            link = self._idle.pop() if self._idle else None
-        is_new = link is None
-        link = link or self._dial(opening)
-        try:
-            with limit.interruptible(link.interrupt):
-                if is_new:
-                    self._greet(link, opening)
-                yield link
-        except errors.RemoteProtocolError as error:
-            link.close()
-            raise errors.TransferError(f"the peer broke the protocol: {error}") from error
-        except BaseException:
-            link.close()
-            raise
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(link)
-                return
-        link.close()
-
-    def notify(self, message: bytes, limit: TimeLimit) -> None:
-        """Send the peer a notification and wait until it was handled. Raises TransferError."""
-        with self.borrow(limit) as link:
-            link.send(messages.Notify(message, limit.remaining_s()), limit)
-            link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
-
-    def close(self) -> None:
-        """Close the idle links; borrowed ones are closed when they are returned."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for link in idle:
-            link.close()
 
 
 def new_authenticator(

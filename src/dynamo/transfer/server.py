@@ -1,9 +1,11 @@
 """The server of an agent: a listening socket, and a thread per connection that does one operation after the other.
 
 Threads, because bulk bytes through an event loop cost twice as much, and because a blocked thread is all that a
-stalled peer can hold. The number of connections is bounded. A pending connection has seconds to authenticate, and the
-number of those is bounded separately: beyond it the oldest is dropped, so that a flood of them takes no peer's place.
-Each operation has the time limit that its client gave it.
+stalled peer can hold. The number of connections is bounded: peers keep those that they have used, so one more takes the
+place of that which has been idle longest, whose peer opens another when it needs one; where all are used, it waits for
+a moment, and is refused then. A pending connection has seconds to authenticate, and the number of those is bounded
+separately: beyond it the oldest is dropped, so that a flood of them takes no peer's place. Each operation has the time
+limit that its client gave it.
 """
 
 import contextlib
@@ -24,6 +26,8 @@ from dynamo.transfer.link import GREETING_LIMIT_S, Link, admit, welcome
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 MAX_PENDING = 64
+IDLE_S = 0.25  # for which a connection has not been used before another may take its place
+ROOM_S = 1.5  # for which a connection waits for a place: less than its client does (`link.STALL_S`)
 MakeLink = Callable[[socket.socket], Link]
 _JOIN_S, _PAUSE_S = 5.0, 0.1
 _UNTAKEN = "%s cannot take a peer's connection: %s"
@@ -50,10 +54,11 @@ class TransferServer:
         self._authenticator = authenticator
         self._make_link, self._max_connections = make_link, max_connections
         self._log = authentication.RefusalLog(log, time.monotonic)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a connection ends
         self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
         self._pending: dict[Link, None] = {}  # of them, those not authenticated yet; oldest first
+        self._idle_since: dict[Link, float] = {}  # those that wait for a request; longest first
         sock.listen(128)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
         self._accepting.start()
@@ -131,6 +136,8 @@ class TransferServer:
             with self._lock:
                 self._links.pop(link, None)
                 self._pending.pop(link, None)
+                self._idle_since.pop(link, None)
+                self._lock.notify_all()
             link.close()
 
     def _converse(self, link: Link) -> None:
@@ -140,21 +147,35 @@ class TransferServer:
         self._count_peer(link)
         sender = welcome(link, epoch=self._exposed.epoch, limit=greeting)
         while True:
+            with self._lock:
+                self._idle_since[link] = time.monotonic()
             request = link.receive(
                 *messages.REQUESTS, limit=None, max_bytes=messages.MAX_FRAME_BYTES
             )
+            with self._lock:
+                if self._idle_since.pop(link, None) is None:
+                    raise errors.TransferError("it was idle, and has given way to another")
             self._answer(link, sender, request)
 
     def _count_peer(self, link: Link) -> None:
-        """Count an authenticated connection. Raises RemoteProtocolError if there are too many."""
+        """Count an authenticated connection, when there is room. Raises Overloaded if there is none for `ROOM_S`."""
+        deadline = time.monotonic() + ROOM_S
         with self._lock:
-            is_full = len(self._links) - len(self._pending) >= self._max_connections
-            if not is_full:
-                self._pending.pop(link, None)
-        if is_full:
-            raise errors.RemoteProtocolError(
-                f"there are {self._max_connections} connections already; close some"
-            )
+            while len(self._links) - len(self._pending) >= self._max_connections:
+                if time.monotonic() >= deadline:
+                    raise errors.Overloaded(
+                        f"there are {self._max_connections} connections already, all in use; try again"
+                    )
+                self._evict_idle()
+                self._lock.wait(_PAUSE_S)
+            self._pending.pop(link, None)
+
+    def _evict_idle(self) -> None:
+        """End the connection that has been idle longest, if it has been so for long enough. The caller has the lock."""
+        link, since = next(iter(self._idle_since.items()), (None, 0.0))
+        if link is not None and time.monotonic() - since >= IDLE_S:
+            del self._idle_since[link]
+            link.interrupt()
 
     def _answer(self, link: Link, sender: str, request: msgspec.Struct) -> None:
         memory = self._exposed.region.memory

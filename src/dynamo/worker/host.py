@@ -248,8 +248,9 @@ class Host:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish running requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before.
 
-        Idempotent.
+        A worker that does not serve accepts none. Idempotent.
         """
+        grace_s = grace_s if self._is_ready else 0.0
         self._is_ready, self._is_draining = False, True
         if self._sleep is not None:
             await self._sleep.close()
@@ -258,7 +259,7 @@ class Host:
         deadline = self._clock.now() + grace_s + timeout_s
         for hook in self._hooks:
             await hook.leave()
-        if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
+        if not await self._runtime.drain(timeout_s, grace_s):
             _logger.warning(
                 "%d requests did not finish within %g s: other workers continue them",
                 len(self._requests),
@@ -358,7 +359,7 @@ class Host:
 
     def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:
-            self._requests.handle(probe, is_limited=False)
+            self._requests.handle(probe, is_probe=True)
         else:  # it sleeps, or is about to leave
             probe.finish()
 

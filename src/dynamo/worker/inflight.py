@@ -36,6 +36,7 @@ class _Entry:
     open_choices: set[int]
     accepted_at: float
     prompt_len: int  # in tokens; 0 once its answer has begun
+    is_probe: bool
 
 
 class InFlight:
@@ -67,22 +68,28 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._entry_by_id)
 
-    def handle(self, call: requests.Call, *, is_limited: bool = True) -> None:
-        """Accept or refuse a call; the handler of the `generate` endpoint. A probe of the engine is not limited."""
-        self.has_arrival.set()
-        self._metrics.request_accepted(len(call.body))
+    def handle(self, call: requests.Call, *, is_probe: bool = False) -> None:
+        """Accept or refuse a call; the handler of the `generate` endpoint.
+
+        A probe of the engine is not limited, and no load: it is neither counted nor logged.
+        """
+        level = logging.DEBUG if is_probe else logging.INFO
+        if not is_probe:
+            self.has_arrival.set()
+            self._metrics.request_accepted(len(call.body))
         accepted_at = self._clock.now()
         try:
-            request = self._admit(call, is_limited=is_limited)
+            request = self._admit(call, is_limited=not is_probe)
+            choices = set(range(request.sampling_options.n))
             self._entry_by_id[request.id] = _Entry(
-                call, set(range(request.sampling_options.n)), accepted_at, request.prompt_len
+                call, choices, accepted_at, request.prompt_len, is_probe
             )
             _logger.debug(
                 'starting task to process python async generator stream request_id="%s"', request.id
             )
             if self._is_aggregated:
-                _logger.info(
-                    "Prefilling locally for request %s with length %d",
+                _logger.log(
+                    level, "Prefilling locally for request %s with length %d",
                     request.id, request.prompt_len,
                 )  # fmt: skip
             try:
@@ -91,16 +98,16 @@ class InFlight:
                 del self._entry_by_id[request.id]
                 raise
         except errors.DynamoError as error:
-            self._metrics.request_ended(self._clock.now() - accepted_at, error)
+            self._count_end(accepted_at, error, is_probe=is_probe)
             _logger.debug("refused a request: %s", error)
             call.fail(error)
             self._release_remote(call)
         except BaseException:  # a bug, which the request plane logs and answers
             failure = errors.DynamoError("internal error")
-            self._metrics.request_ended(self._clock.now() - accepted_at, failure)
+            self._count_end(accepted_at, failure, is_probe=is_probe)
             raise
         else:
-            _logger.info("Added request %s.", request.id)
+            _logger.log(level, "Added request %s.", request.id)
             call.on_cancel(lambda: self._cancel(request.id))
             if request.sampling_options.n > 1:
                 call.on_signal(lambda index: self._cancel_choice(request.id, index))
@@ -111,11 +118,12 @@ class InFlight:
             entry = self._entry_by_id.get(request_id)
             if entry is None:
                 continue  # its caller left while the step ran
-            if entry.prompt_len:
-                self.num_prompt_tokens += entry.prompt_len
-                entry.prompt_len = 0
-                self._metrics.answer_began(self._clock.now() - entry.accepted_at)
-            self.num_output_tokens += len(output.token_ids)
+            if not entry.is_probe:
+                if entry.prompt_len:
+                    self.num_prompt_tokens += entry.prompt_len
+                    entry.prompt_len = 0
+                    self._metrics.answer_began(self._clock.now() - entry.accepted_at)
+                self.num_output_tokens += len(output.token_ids)
             entry.call.send(output)
             if output.finish_reason is not None:
                 self._end_choice(request_id, output.index)
@@ -184,9 +192,15 @@ class InFlight:
             self._release(request_id, None)
             entry.call.finish()
 
+    def _count_end(
+        self, accepted_at: float, error: errors.DynamoError | None, *, is_probe: bool
+    ) -> None:
+        if not is_probe:
+            self._metrics.request_ended(self._clock.now() - accepted_at, error)
+
     def _release(self, request_id: str, error: errors.DynamoError | None) -> _Entry:
         entry = self._entry_by_id.pop(request_id)
-        self._metrics.request_ended(self._clock.now() - entry.accepted_at, error)
+        self._count_end(entry.accepted_at, error, is_probe=entry.is_probe)
         _logger.debug(
             'finished processing python async generator stream request_id="%s"', request_id
         )

@@ -58,11 +58,7 @@ def main(engine_name: str) -> int:
         worker.check()
         logs.configure()
         worker, engine_settings = _with_reachable_hosts(worker, engine_settings)
-        kind = engines.kind_of(engine_name)
         engines.check_installed(engine_name)
-        if worker.max_local_prefill_length is None:
-            length = kind.max_local_prefill_length
-            worker = dataclasses.replace(worker, max_local_prefill_length=length)
         progress = startup.StartProgress(clocks.SystemClock(), worker.startup_stall_timeout)
         with startup.early_port(
             worker.system_host, worker.used_system_port, progress
@@ -160,15 +156,32 @@ def _host_factory(
 ) -> MakeAnyHost:
     """Build the engines, and return what makes their host on a runtime. Raises ConfigError."""
     if model_source.task(worker.task, directory) == "embed":
+        _log_notes(worker, "embed")
         embedder = engines.build_embedder(engine_name, directory, engine_settings)
         return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
     built = engines.build_all(engine_name, directory, engine_settings, _model_name(worker))
+    kind = engines.kind_of(engine_name)
+    can_change_role = len(built) == 1 and role_change.can_change_role(worker, built[0])
+    moves_blocks = built[0].capabilities.kv_transfer is not None
+    if len(built) > 1 or not moves_blocks or worker.disaggregation_mode == "agg":
+        _log_notes(worker, "agg")
+    elif worker.is_prefill and not can_change_role:
+        _log_notes(worker, "prefill")
+    if worker.max_local_prefill_length is None:
+        length = kind.max_local_prefill_length
+        worker = dataclasses.replace(worker, max_local_prefill_length=length)
+    if can_change_role:
+        return lambda runtime: make_role_host(worker, built[0], runtime, directory)
     if len(built) == 1:
-        prefix = engines.kind_of(engine_name).metrics
-        if role_change.can_change_role(worker, built[0]):
-            return lambda runtime: make_role_host(worker, built[0], runtime, directory)
-        return lambda runtime: make_host(worker, built[0], runtime, directory, engine_prefix=prefix)
+        return lambda runtime: make_host(
+            worker, built[0], runtime, directory, engine_prefix=kind.metrics
+        )
     return lambda runtime: _make_fleet(worker, built, runtime, directory)
+
+
+def _log_notes(worker: settings.WorkerConfig, role: settings.Role) -> None:
+    for note in worker.find_notes(role):
+        _logger.warning("%s", note)
 
 
 def _model_name(worker: settings.WorkerConfig) -> str:

@@ -1,5 +1,6 @@
 """The settings of a worker, for any engine; the engine's own settings follow them on the command line."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,23 @@ from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
 from dynamo.runtime import component
 from dynamo.worker import health
+
+Role = Literal["agg", "prefill", "decode", "embed"]
+_OF_DECODERS = (
+    "disagg_policy",
+    "max_local_prefill_length",
+    "max_prefill_queue_size",
+    "prefill_timeout_s",
+)
+_OF_PAIRS = (*_OF_DECODERS, "prefill_queue", "prefill_endpoint")
+_OF_ENGINES = ("is_prefill_worker", "is_decode_worker", "kv_peer_prefixes", "health_check_enabled")
+# The settings without effect on a worker of a role, and what such a worker does.
+_WITHOUT_EFFECT: dict[Role, tuple[tuple[str, ...], str]] = {
+    "agg": (_OF_PAIRS, "computes all prompts itself"),
+    "prefill": (_OF_DECODERS, "computes what decode workers send it"),
+    "decode": ((), ""),
+    "embed": ((*_OF_PAIRS, *_OF_ENGINES), "only embeds"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +195,13 @@ class WorkerConfig(component.RuntimeConfig):
             raise errors.ConfigError(f"{' and '.join(flags)}: expected one of them")
         infill.check(self.dyn_infill_format)
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
+
+    def find_notes(self, role: Role) -> list[str]:
+        """Return which of the options that are set have no effect on a worker of this role, for an operator."""
+        names, action = _WITHOUT_EFFECT[role]
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        flags = [f"--{n.replace('_', '-')}" for n in names if getattr(self, n) != defaults[n]]
+        return [f"{', '.join(flags)}: no effect on a worker that {action}"] if flags else []
 
     @property
     def used_system_port(self) -> addresses.PortRange | None:

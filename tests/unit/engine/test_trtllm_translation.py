@@ -125,7 +125,6 @@ def test_a_plain_output_has_tokens_and_index():
         ("stop", None, ("eos", None)),  # its end token
         ("stop", 3, ("eos", None)),  # another one of the model's, as a stop word
         ("stop", 9, ("stop", 9)),
-        ("cancelled", None, ("cancelled", None)),
     ],
 )
 def test_each_finish_reason_is_translated(reason, stop_reason, told):
@@ -136,7 +135,11 @@ def test_each_finish_reason_is_translated(reason, stop_reason, told):
 
 @pytest.mark.parametrize(
     ("reason", "error"),
-    [("timeout", errors.DeadlineExceeded), ("not_finished", errors.EngineFailed)],
+    [
+        ("timeout", errors.DeadlineExceeded),
+        ("not_finished", errors.EngineFailed),
+        ("cancelled", errors.EngineFailed),
+    ],
 )
 def test_a_failed_finish_reason_is_an_error(reason, error):
     with pytest.raises(error):

@@ -226,7 +226,6 @@ def test_a_plain_output_has_tokens_and_index():
         ("stop", 2, ("eos", None)),
         ("stop", 9, ("stop", 9)),
         ("repetition", "repetition_detected", ("stop", "repetition_detected")),
-        ("abort", None, ("cancelled", None)),
     ],
 )
 def test_each_finish_reason_is_translated(reason, stop_reason, told):
@@ -269,6 +268,11 @@ def test_kv_transfer_params_are_passed_on_unchanged():
     assert whole(
         result([5], kv_transfer_params=params), is_first=True
     ).kv_transfer_params == kv_transfer.KvTransferParams(connector=params)
+
+
+def test_answer_that_vllm_aborted_is_no_complete_one():
+    with pytest.raises(errors.EngineFailed, match="vLLM gave the request up: abort"):
+        whole(result([5], reason="abort"))
 
 
 def test_an_unknown_finish_reason_raises_engine_failed():

@@ -136,7 +136,6 @@ async def test_error_of_the_engine_reaches_the_frontend(runtime, running):
         ({"token_ids": [4], "finish_reason": "stop"}, [((4,), None), ((), "stop")]),
         ({"token_ids": [], "finish_reason": "eos"}, [((), "eos")]),
         ({"token_ids": [4], "finish_reason": "length"}, [((4,), "length")]),
-        ({"finish_reason": "abort"}, [((), "cancelled")]),
         ({"token_ids": []}, []),
     ],
 )
@@ -150,6 +149,8 @@ def test_item_becomes_outputs_that_keep_its_last_token_visible(item, outputs):
     ("item", "reason"),
     [
         ("hi", "expected an item with token_ids, got 'hi'"),
+        ({"finish_reason": "abort"}, "the engine gave the request up: abort"),
+        ({"finish_reason": "cancelled"}, "the engine gave the request up: cancelled"),
         ({"finish_reason": "done"}, "expected a finish_reason of eos, stop, .* got 'done'"),
         ({"finish_reason": {"error": "no GPU"}}, "the engine failed: no GPU"),
     ],
@@ -236,8 +237,8 @@ def test_names_are_those_of_the_bindings_module():
     assert core.Context is request_context.Context
     assert core.register_model is register_model
     assert core.InvalidArgument is errors.InvalidRequest
-    with pytest.raises(AttributeError, match="no attribute 'KvRouter'"):
-        core.KvRouter  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'SelectionService'"):
+        core.SelectionService  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,39 @@ async def test_what_is_not_supported_is_refused(runtime, changed, reason):
     with pytest.raises(errors.ConfigError, match=reason):
         await register_model(**{**arguments, **changed})
     assert await cards_of(runtime) == []
+
+
+async def test_description_of_an_engine_says_its_context_length(runtime):
+    facts = ModelRuntimeConfig()
+    facts.context_length, facts.enable_local_indexer, facts.taints = 100, True, set()
+    for length in (None, 200):
+        endpoint = runtime.endpoint(NAME)
+        await register_model(
+            ModelInput.Tokens, TEXT, endpoint, "storyteller", None, length, runtime_config=facts
+        )
+        (card,) = await cards_of(runtime)
+        assert card.context_length == (length or 100)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("taints", {"gpu"}), ("data_parallel_start_rank", 1), ("max_num_sequences", 3)],
+)
+def test_fact_of_an_engine_that_nothing_reads_is_refused(field, value):
+    with pytest.raises(errors.ConfigError, match=f"ModelRuntimeConfig, {field}: not supported"):
+        setattr(ModelRuntimeConfig(), field, value)
+
+
+async def test_process_has_models_at_several_endpoints_of_a_component(runtime, running):
+    async def handler(asked):
+        yield {"token_ids": [1], "finish_reason": "length"}
+
+    for name in ("generate", "other"):
+        endpoint = runtime.endpoint(f"dynamo.backend.{name}")
+        await register_model(ModelInput.Tokens, TEXT, endpoint, "storyteller", name)
+        running.start("serve", endpoint.serve_endpoint(handler))
+
+    assert sorted(card.display_name for card in await cards_of(runtime)) == ["generate", "other"]
 
 
 async def test_stopped_choice_is_no_end_of_the_others(runtime, running):

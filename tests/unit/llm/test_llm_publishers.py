@@ -94,6 +94,30 @@ async def test_router_that_starts_late_learns_the_blocks_of_each_rank(runtime, c
         await router.subscriber.close()
 
 
+@pytest.mark.parametrize("is_model_first", [True, False])
+async def test_blocks_of_another_size_than_the_model_has_are_named_once(
+    runtime, caplog, is_model_first
+):
+    async def register():
+        endpoint = runtime.endpoint(NAME)
+        await register_model(
+            ModelInput.Tokens, ModelType.Chat, endpoint, "storyteller", kv_cache_block_size=4
+        )
+
+    if is_model_first:
+        await register()
+    publisher = publisher_of(runtime)
+    if not is_model_first:
+        await register()
+    for number in range(2):
+        publisher.publish_stored([1, 2], [2], [number])
+    await until(lambda: "of 2 tokens (kv_block_size)" in caplog.text)
+    await asyncio.sleep(0)
+
+    (warning,) = [each for each in caplog.messages if "kv_block_size" in each]
+    assert "4 (kv_cache_block_size of register_model)" in warning
+
+
 async def test_batch_is_published_in_order(runtime, router):
     publisher_of(runtime).publish_batch(
         [

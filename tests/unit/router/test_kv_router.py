@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
-from routing_rig import Receiver, request
+from routing_rig import Receiver, Worker, card, request
 
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.router import api, kv_scheduler, route
+from waiting import PATIENT_S
 
 HERE, THERE = api.Worker(1), api.Worker(2)
 
@@ -83,6 +84,53 @@ async def test_load_estimate_has_queue_and_blocks_in_use(world):
 
     assert (found.num_new, found.num_ahead, found.num_steps_ahead) == (100, 400, 2)
     assert found.share_in_use == (100 + 25) / 10_000
+
+
+class FailingPolicy:
+    """A user's policy that selects the first worker, until `fails` says what it does instead."""
+
+    uses_cache = waits_for_worker = True
+    fails = None
+
+    def select_worker(self, prompt, candidates, now):
+        if FailingPolicy.fails is not None:
+            return FailingPolicy.fails()
+        return api.Decision(min(candidates.loads), 0)
+
+
+def raise_key_error():
+    raise KeyError("no such tenant")
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (raise_key_error, "KeyError: 'no such tenant'"),
+        (lambda: None, "expected a Decision for one of the candidates, got None"),
+        (lambda: api.Decision(api.Worker(9), 0), "got Decision"),
+    ],
+)
+async def test_policy_of_a_user_that_fails_costs_one_warning_and_workers_are_still_followed(
+    world, monkeypatch, caplog, fails, reason
+):
+    policy = f"{__name__}:FailingPolicy"
+    await world.route(1, {"max_num_seqs": 1}, router_policy=policy, router_queue_threshold=1.0)
+    await world.open(*range(100))
+    queued = asyncio.ensure_future(world.made.open_stream(request(*range(1000, 1100)), Receiver()))
+    await world.until(lambda: world.made.scheduler.selector.num_waiting)
+    monkeypatch.setattr(FailingPolicy, "fails", staticmethod(fails))
+    late = await world.runtime()
+    world.workers.append(Worker(late, {}))
+    world.made.set_model_cards({worker.id: card() for worker in world.workers})
+    await world.workers[1].join()
+    await world.until(lambda: len(world.client.instances) == 2)
+    async with asyncio.timeout(PATIENT_S):
+        await queued
+    await world.workers[1].runtime.close()
+    await world.until(lambda: len(world.client.instances) == 1)
+
+    (warning,) = [each for each in caplog.messages if "FailingPolicy" in each]
+    assert reason in warning
 
 
 async def test_first_output_ends_prefill_and_end_frees_the_request(world):

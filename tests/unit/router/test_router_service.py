@@ -13,7 +13,7 @@ from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.protocols import generate, instances
 from dynamo.router import __main__ as router_main
-from dynamo.router import config, route_factory, service
+from dynamo.router import config, endpoint_router, route_factory, service
 from dynamo.runtime import requests
 from dynamo.testing import clock
 from waiting import PATIENT_S
@@ -36,9 +36,9 @@ class Served(World):
             self.workers.append(worker := Worker(runtime, {}))
             await runtime.register(NAME, worker.take, card().record_for)
         self.asker = await self.runtime()
-        await self.until(lambda: self.service._router is not None)
-        await self.until(lambda: len(self.service._client.instances) == 2)
-        await self.until(lambda: len(self.service._cards) == 2)
+        await self.until(lambda: self.service._workers._router is not None)
+        await self.until(lambda: len(self.service._workers._client.instances) == 2)
+        await self.until(lambda: len(self.service._workers._cards) == 2)
 
     async def ask(self, endpoint, value, reply_type=dict):
         client = self.asker.client(instances.EndpointName("dynamo", "router", endpoint))
@@ -78,21 +78,21 @@ async def test_counted_best_worker_request_is_load_until_free(served):
     await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
     await served.ask("free", service.SequenceUpdate(request_id="a"))
 
-    loads = served.service._router.scheduler.selector.active.loads.values()
+    loads = served.service._workers._router.scheduler.selector.active.loads.values()
     assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
 
 
 async def test_request_that_nobody_frees_is_load_until_its_caller_counts_as_gone(served):
     await served.best(range(100), request_id="a", update_states=True)
     await served.best(range(100), request_id="b", update_states=True)
-    await served.clock.advance(service.COUNTED_S - 1)
+    await served.clock.advance(endpoint_router.COUNTED_S - 1)
     await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
-    in_flight = served.service._router.scheduler.selector.active
+    in_flight = served.service._workers._router.scheduler.selector.active
     assert ("a" in in_flight, "b" in in_flight) == (True, True)
 
     await served.clock.advance(1)
     assert ("a" in in_flight, "b" in in_flight) == (True, False)
-    await served.clock.advance(service.COUNTED_S - 1)
+    await served.clock.advance(endpoint_router.COUNTED_S - 1)
     assert "a" not in in_flight
 
 
@@ -114,14 +114,14 @@ async def test_router_takes_the_block_size_of_the_workers_that_are_left(served):
     newer = await served.runtime()
     facts = msgspec.structs.replace(card(), kv_cache_block_size=8)
     await newer.register(NAME, served.workers[0].take, facts.record_for)
-    await served.until(lambda: len(served.service._cards) == 3)
-    former = served.service._router
+    await served.until(lambda: len(served.service._workers._cards) == 3)
+    former = served.service._workers._router
     sizes = [former.scheduler.block_size]
     for older in served.workers:
         await older.runtime.close()
-    await served.until(lambda: len(served.service._cards) == 1)
-    sizes.append(served.service._router.scheduler.block_size)
-    await served.until(lambda: served.service._router.instance_ids)
+    await served.until(lambda: len(served.service._workers._cards) == 1)
+    sizes.append(served.service._workers._router.scheduler.block_size)
+    await served.until(lambda: served.service._workers._router.instance_ids)
 
     assert sizes == [4, 8]
     assert not former.instance_ids
@@ -152,8 +152,49 @@ async def test_cancelled_call_frees_the_worker(served):
 
     stream.cancel()
 
-    loads = served.service._router.scheduler.selector.active.loads.values()
+    loads = served.service._workers._router.scheduler.selector.active.loads.values()
     await served.until(lambda: sum(load.num_requests for load in loads) == 0)
+
+
+async def test_cancel_of_one_choice_reaches_the_worker(served):
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(PATIENT_S)
+    receiver = Receiver()
+    stream = await client.open(request(*range(100)), receiver)
+    await served.until(lambda: served.num_calls == 1)
+    worker = next(worker for worker in served.workers if worker.calls)
+    signals = []
+    worker.calls[0].on_signal(signals.append)
+    worker.answer()
+    await served.until(lambda: receiver.outputs)
+
+    stream.send_signal(1)
+    stream.send_signal(2)
+    await served.until(lambda: signals[1:])
+    worker.finish()
+
+    assert await receiver.over is None
+    assert signals == [1, 2]
+
+
+async def test_request_that_a_fault_of_the_router_hits_fails_alone(served, monkeypatch):
+    async def fail(*_, **__):
+        raise ZeroDivisionError
+
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(PATIENT_S)
+    receiver = Receiver()
+    with monkeypatch.context() as faulty:
+        faulty.setattr(served.service._workers, "open_stream", fail)
+        await client.open(request(), receiver)
+        with pytest.raises(errors.DynamoError, match="internal error in the router: ZeroDiv"):
+            raise await receiver.over
+    await client.open(request(), Receiver())
+    await served.until(lambda: served.num_calls == 1)
+    stop = asyncio.Event()
+    stop.set()
+
+    await served.service.run(stop)  # raises the error of a task that ends the router
 
 
 async def test_malformed_request_is_refused(served):
@@ -179,7 +220,7 @@ async def test_prompt_of_no_whole_tokens_is_refused_and_the_router_goes_on(serve
 async def test_prompt_of_an_adapter_goes_to_a_worker_with_it(served):
     poet = served.workers[1]
     told = msgspec.structs.replace(card(), lora_names=("poet",))
-    served.service._update_card(poet.id, told)
+    served.service._workers._update_card(poet.id, told)
     named = [await served.best(range(100), lora_name="poet") for _ in range(2)]
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
     await client.wait_for_instances(PATIENT_S)
@@ -219,12 +260,12 @@ async def test_card_that_is_nested_without_end_is_left_out_and_the_next_one_read
     late = await served.runtime()
     await late.register(NAME, served.workers[0].take, card().record_for)
 
-    await served.until(lambda: late.instance_id in served.service._cards)
+    await served.until(lambda: late.instance_id in served.service._workers._cards)
 
 
 async def test_request_that_is_asked_for_again_counts_at_the_worker_of_the_last_answer(served):
     await served.best(range(100), request_id="a", update_states=True)
     again = await served.best(range(100), request_id="a", update_states=True)
-    loads = served.service._router.scheduler.selector.active.loads
+    loads = served.service._workers._router.scheduler.selector.active.loads
 
     assert [w.instance_id for w, load in loads.items() if load.num_requests] == [again.worker_id]

@@ -80,6 +80,48 @@ async def test_second_service_of_an_endpoint_is_refused_and_the_first_stays(serv
     assert await values(await client.generate("hi")) == ["hi"]
 
 
+async def test_endpoint_that_has_ended_is_served_again(service):
+    async def first(request):
+        yield "first"
+
+    async def second(request):
+        yield "second"
+
+    serving_task, client = await service.serve(first)
+    serving_task.cancel()
+    await asyncio.wait([serving_task])
+    await until(lambda: not client.instance_ids())
+    _, client = await service.serve(second)
+
+    assert await values(await client.generate("hi")) == ["second"]
+
+
+async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_served_again(
+    service, monkeypatch
+):
+    is_leaving = asyncio.Event()
+
+    async def handler(request):
+        yield request
+
+    async def hang(*keys):
+        is_leaving.set()
+        await asyncio.Event().wait()
+
+    serving_task, _ = await service.serve(handler)
+    with monkeypatch.context() as away:
+        away.setattr(service.runtime.discovery, "delete", hang)
+        serving_task.cancel()
+        await is_leaving.wait()
+        serving_task.cancel()
+        await asyncio.wait([serving_task])
+    before = await service.runtime.discovery.get_prefix("v1/")
+    await service.runtime.discovery.delete(*before)
+    _, client = await service.serve(handler)
+
+    assert await values(await client.generate("hi")) == ["hi"]
+
+
 async def test_answer_of_an_engine_that_ends_is_not_complete(service, caplog):
     async def handler(request):
         yield "begun"

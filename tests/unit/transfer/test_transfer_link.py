@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.transfer import link as links
-from dynamo.transfer import messages
+from dynamo.transfer import link_pool, messages
 from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link
 
@@ -164,7 +164,7 @@ def test_copy_that_stops_in_the_middle_is_given_up_after_one_limit(ends):
 
 def test_link_stays_in_the_pool_if_a_late_thread_has_no_time_left_for_it(ends):
     link, _ = ends
-    pool = links.LinkPool(lambda limit: link, lambda link, limit: None)
+    pool = link_pool.LinkPool(lambda limit: link, lambda link, limit: None)
     pool.warm(TimeLimit(30))
     cancelled = TimeLimit(30)
     cancelled.cancel()

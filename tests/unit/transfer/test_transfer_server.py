@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dynamo.base import errors, membership
-from dynamo.transfer import api, descriptors, server
+from dynamo.transfer import api, descriptors, link_pool, server
 from dynamo.transfer import link as links
 from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link, new_authenticator
@@ -20,11 +20,11 @@ def serve():
     """Start a service; gives a way to dial it."""
     started = []
 
-    def start(**options):
+    def start(*, deliver=lambda *said: None, **options):
         listening = socket.create_server(("127.0.0.1", 0))
         region = descriptors.Region(memory=memoryview(bytearray(16)), layout=LAYOUT)
         exposed = api.Exposed(
-            name="prefill-0", epoch="e", region=region, descriptor=None, deliver=lambda *said: None
+            name="prefill-0", epoch="e", region=region, descriptor=None, deliver=deliver
         )
         made = server.TransferServer(
             listening,
@@ -70,13 +70,80 @@ def enter(dial):
     return link
 
 
-def test_connection_beyond_the_limit_is_refused_with_the_reason(serve):
-    dial = serve(max_connections=1)
-    first = enter(dial)
+class BusyPool:
+    """The links to a server, and an operation that lasts on one of them."""
 
-    with pytest.raises(errors.TransferError, match="there are 1 connections already"):
-        enter(dial)
-    first.close()
+    def __init__(self, serve, **options):
+        self._has_begun, self._may_end = threading.Semaphore(0), threading.Event()
+        self.dial = serve(deliver=self._deliver, **options)
+        self._threads = []
+
+    def pool(self):
+        def greet(link, limit):
+            links.enter(
+                link,
+                limit,
+                name="decode-0",
+                epoch="e",
+                authenticator=new_authenticator(membership.NO_CREDENTIALS),
+            )
+
+        return link_pool.LinkPool(lambda limit: Link(self.dial()), greet)
+
+    def notify(self, pool):
+        """Begin a notification that is answered after `end`."""
+        thread = threading.Thread(target=pool.notify, args=(b"", TimeLimit(PATIENT_S)))
+        thread.start()
+        self._threads.append(thread)
+        assert self._has_begun.acquire(timeout=PATIENT_S)
+
+    def end(self):
+        self._may_end.set()
+        for thread in self._threads:
+            thread.join(PATIENT_S)
+
+    def _deliver(self, sender, message, limit):
+        self._has_begun.release()
+        assert self._may_end.wait(PATIENT_S)
+
+
+def test_connection_beyond_the_limit_is_refused_with_the_reason_if_all_are_used(serve, monkeypatch):
+    monkeypatch.setattr(server, "ROOM_S", 0.05)
+    busy = BusyPool(serve, max_connections=1)
+    pool = busy.pool()
+    busy.notify(pool)
+
+    with pytest.raises(errors.TransferError, match="there are 1 connections already, all in use"):
+        enter(busy.dial)
+    busy.end()
+    pool.close()
+
+
+def test_connection_beyond_the_limit_waits_for_one_that_is_closed(serve, monkeypatch):
+    monkeypatch.setattr(server, "ROOM_S", PATIENT_S)
+    busy = BusyPool(serve, max_connections=1)
+    pool = busy.pool()
+    busy.notify(pool)
+    entered = []
+    waiting = threading.Thread(target=lambda: entered.append(enter(busy.dial)))
+    waiting.start()
+    busy.end()
+    pool.close()
+    waiting.join(PATIENT_S)
+
+    (link,) = entered
+    link.close()
+
+
+def test_idle_connection_gives_way_to_another_and_its_pool_opens_a_new_one(serve, monkeypatch):
+    monkeypatch.setattr(server, "IDLE_S", 0.0)
+    busy = BusyPool(serve, max_connections=1)
+    busy._may_end.set()
+    pools = [busy.pool(), busy.pool()]
+    for pool in (*pools, *pools):
+        pool.notify(b"", TimeLimit(PATIENT_S))
+    for pool in pools:
+        pool.close()
 
 
 def test_closed_connection_makes_room_for_another(serve):

@@ -127,6 +127,24 @@ def output(end=None):
     return api.EngineOutput("r", generate.Output((7,), end))
 
 
+async def test_worker_that_could_not_start_ends_without_a_time_of_grace(worlds):
+    class Hook:
+        async def start(self):
+            raise errors.ConfigError("no queue")
+
+        async def leave(self):
+            pass
+
+        async def close(self):
+            pass
+
+    world = await worlds(make_hooks=lambda _: (Hook(),))
+    with pytest.raises(errors.ConfigError, match="no queue"):
+        await world.host.start()
+    async with asyncio.timeout(PATIENT_S):
+        await world.host.stop(0, grace_s=3600)
+
+
 async def test_started_worker_is_in_discovery_with_a_card(world):
     card = await world.host.start()
     keys = await world.keys()

@@ -248,6 +248,27 @@ def test_requests_are_counted_by_how_they_ended(table, counts):
     assert "dynamo_component_kvstats_active_blocks 3.0" in text
 
 
+@pytest.mark.parametrize("end", ["answered", "cancelled", "refused"])
+def test_probe_of_the_engine_is_neither_counted_nor_logged(table, engine, counts, caplog, end):
+    call = FakeCall(make_request("canary"))
+    engine.refusal = errors.InvalidRequest("no") if end == "refused" else None
+    with caplog.at_level("INFO", logger="dynamo"):
+        table.handle(call, is_probe=True)
+        if end == "answered":
+            table.outputs([output("canary", end=END)])
+        else:
+            call.cancel()
+    counted = [
+        row
+        for row in counts.render([]).decode().splitlines()
+        if "dynamo_endpoint" in row and not row.endswith(" 0.0")
+    ]
+
+    assert (len(table), counted, messages_of(caplog)) == (0, [], [])
+    assert (table.num_prompt_tokens, table.num_output_tokens) == (0, 0)
+    assert not table.has_arrival.is_set()
+
+
 def messages_of(caplog):
     return [record.getMessage() for record in caplog.records]
 

@@ -41,6 +41,33 @@ def test_flags_of_other_servers_are_aliases():
     assert (told.model, told.model_name) == ("/m", "n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "role", "noted"),
+    [
+        (("--max-local-prefill-length", "9"), "decode", []),
+        (("--max-local-prefill-length", "9"), "prefill", ["--max-local-prefill-length"]),
+        (("--prefill-queue", "queue"), "prefill", []),
+        (
+            ("--prefill-queue", "queue", "--prefill-timeout-s", "3"),
+            "agg",
+            ["--prefill-timeout-s", "--prefill-queue"],
+        ),
+        (("--disagg-policy", "estimated"), "embed", ["--disagg-policy"]),
+        (("--is-prefill-worker",), "embed", ["--is-prefill-worker"]),
+        (("--disaggregation-mode", "agg"), "agg", []),
+        (("--kv-peer-prefixes", "--health-check-enabled"), "embed", ["--kv-peer", "--health"]),
+        ((), "embed", []),
+    ],
+)
+def test_flag_that_has_no_effect_on_a_worker_is_noted(argv, role, noted):
+    notes = load(*argv).find_notes(role)
+
+    assert len(notes) == bool(noted)
+    for flag in noted:
+        assert flag in notes[0]
+    assert all("no effect on a worker that" in note for note in notes)
+
+
 @pytest.mark.parametrize("flag", ["--dyn-tool-call-parser", "--dyn-reasoning-parser"])
 def test_unknown_parser_is_refused_with_the_known_parsers(flag):
     load(flag, "none").check()

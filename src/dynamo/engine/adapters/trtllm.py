@@ -138,8 +138,6 @@ def _finish(
             return translation.stop_finish(request, completion.stop_reason)
         case "length":
             return generate.FinishReason.LENGTH, None
-        case "cancelled":
-            return generate.FinishReason.CANCELLED, None
         case "timeout":
             raise errors.DeadlineExceeded("TensorRT-LLM's time limit for a request passed")
         case other:

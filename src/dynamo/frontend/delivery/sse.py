@@ -185,7 +185,7 @@ def make_template(
 def finish_reason(choice: choices.Choice) -> str:
     """Return why a choice ended, in OpenAI's words."""
     assert choice.finish_reason is not None
-    reason = _FINISH_REASONS.get(choice.finish_reason, "stop")
+    reason = _FINISH_REASONS[choice.finish_reason]
     return "tool_calls" if choice.num_calls and reason == "stop" else reason
 
 

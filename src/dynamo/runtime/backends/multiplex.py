@@ -106,11 +106,16 @@ class MultiplexedPlane:
                 f"{endpoint} is served already, or the request plane is closed"
             )
         self._state.handlers[endpoint] = handler
+        self._state.ended_endpoints.discard(endpoint)
         try:
             return await self.listen()
         except errors.ConfigError:
             del self._state.handlers[endpoint]
             raise
+
+    def stop_serving(self, endpoint: str) -> None:
+        if self._state.handlers.pop(endpoint, None) is not None:
+            self._state.ended_endpoints.add(endpoint)
 
     async def open(  # noqa: PLR0913 (as declared by `requests.RequestPlane`)
         self,

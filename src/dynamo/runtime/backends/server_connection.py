@@ -32,6 +32,7 @@ class ServerState:
         self.settings = settings
         self._instance_id = instance_id
         self.handlers: dict[str, requests.Handler] = {}
+        self.ended_endpoints: set[str] = set()
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         self.log = logs.PeerLog(_log, settings.time.now)
@@ -346,6 +347,8 @@ class ServerConnection:
             return errors.WorkerLost("the worker is draining: ask another")
         if refusal := self._state.refuse_instance(frame.instance):
             return errors.WorkerLost(refusal)
+        if frame.endpoint in self._state.ended_endpoints:
+            return errors.WorkerLost(f"{frame.endpoint} is not served here any more: ask another")
         if frame.endpoint not in self._state.handlers:
             served = ", ".join(sorted(self._state.handlers))
             return errors.NoWorkers(f"{frame.endpoint!r} is not served here, but: {served}")

@@ -14,7 +14,8 @@ import socket
 from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages, server
 from dynamo.transfer.api import TimeLimit
-from dynamo.transfer.link import Link, LinkPool, enter, new_authenticator
+from dynamo.transfer.link import Link, enter, new_authenticator
+from dynamo.transfer.link_pool import LinkPool
 from dynamo.transfer.plan import Pattern
 
 

@@ -13,7 +13,8 @@ from dynamo.runtime import listening
 from dynamo.runtime.backends import tcp as request_plane
 from dynamo.transfer import api, messages, server
 from dynamo.transfer.api import TimeLimit
-from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
+from dynamo.transfer.link import Link, TlsLink, enter, new_authenticator
+from dynamo.transfer.link_pool import LinkPool
 from dynamo.transfer.plan import Pattern, Piece
 
 _ANY_ADDRESS = listening.ListenAddress(setting="DYN_KV_TRANSFER_")

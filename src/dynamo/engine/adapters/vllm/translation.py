@@ -26,7 +26,6 @@ _MAX_BIASES, _MAX_END_IDS = 1024, 128
 _FINISH_REASONS = {
     "repetition": generate.FinishReason.STOP,
     "length": generate.FinishReason.LENGTH,
-    "abort": generate.FinishReason.CANCELLED,
 }
 
 
@@ -136,7 +135,7 @@ def _finish(
     if completion.finish_reason == "stop":
         return translation.stop_finish(request, completion.stop_reason)
     if completion.finish_reason not in _FINISH_REASONS:
-        raise errors.EngineFailed("vLLM gave the request up")
+        raise errors.EngineFailed(f"vLLM gave the request up: {completion.finish_reason}")
     return _FINISH_REASONS[completion.finish_reason], completion.stop_reason
 
 
