@@ -60,7 +60,10 @@ def test_mistake_is_refused_in_the_words_of_the_status():
 
 
 def test_sidecar_that_a_later_version_would_take_for_the_main_container_is_refused():
-    containers = {"mainContainer": {"image": "i", "name": "engine"}, "containers": [{"name": "main"}]}
+    containers = {
+        "mainContainer": {"image": "i", "name": "engine"},
+        "containers": [{"name": "main"}],
+    }
     refusal = validate(make_graph(services={"A": {**frontend(), "extraPodSpec": containers}}))
 
     assert refusal["status"]["message"] == (
