@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -91,6 +92,16 @@ def _pod_notices(spec: Object, path: str) -> Iterator[str]:
     for name in _WITHOUT_EFFECT:
         if spec.get(name):
             yield f"{path}.{name}: has no effect on this cluster"
+    contexts = {path: spec} | {
+        f"{path}.{field}[{n}]": container
+        for field in ("initContainers", "containers")
+        for n, container in enumerate(spec.get(field) or ())
+    }
+    for place, item in contexts.items():
+        context = item.get("securityContext") or {}
+        for name in ("privileged", "readOnlyRootFilesystem", "runAsUser", "runAsGroup"):
+            if context.get(name) not in (None, False, os.geteuid()):
+                yield f"{place}.securityContext.{name}: has no effect on this cluster"
     yield from pod_volumes.notices(spec, path)
 
 

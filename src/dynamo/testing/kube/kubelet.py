@@ -11,8 +11,10 @@ from typing import Any, BinaryIO, cast
 
 from dynamo.testing.kube import (
     api,
+    builtin_checks,
     builtin_rules,
     calls,
+    container_usage,
     failures,
     metadata,
     pod_runner,
@@ -28,6 +30,7 @@ _CLAIMS = ("", "persistentvolumeclaims")
 _SOURCES = (("", "configmaps"), ("", "secrets"))  # of volumes
 _NAME = "laptop"
 _FOLLOW_S = 0.2
+_MEMORY_S = 1.0  # between two looks at the memory of containers
 _PIECE_BYTES = 2**16
 _CONDITIONS = (
     ("Ready", "True", "KubeletReady"),
@@ -98,6 +101,15 @@ class Kubelet:
         options = api.WriteOptions(manager="kubelet", subresource="status")
         await self._api.patch(nodes, "", _NAME, api.MERGE_PATCH, {"status": status}, options)
 
+    async def watch_memory(self) -> None:
+        """Kill containers that hold more memory than their limit."""
+        while True:
+            await self._node.clock.sleep(_MEMORY_S)
+            limited = [runner for runner in self._runners.values() if runner.has_memory_limit]
+            processes = container_usage.read_processes() if limited else {}
+            for runner in limited:
+                runner.kill_oversized(processes)
+
     def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the pod or claim that changed, and the pods that a change of another object may concern."""
         if change.table in _SOURCES and change.type != "DELETED":
@@ -133,6 +145,8 @@ class Kubelet:
             elif uid not in self._endings:
                 await self._remove(pod)
         elif runner is None and not _has_ended(pod):
+            if notices := "; ".join(builtin_checks.notices(self._resource("pods"), pod)):
+                await self.warn(pod, "FieldsWithoutEffect", notices)
             self._runners[uid] = pod_runner.PodRunner(
                 pod,
                 self._node,
