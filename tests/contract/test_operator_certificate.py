@@ -115,7 +115,7 @@ async def test_review_that_cannot_be_read_is_refused_in_a_sentence(tmp_path):
             return webhook and webhook["clientConfig"]["url"].removesuffix("/convert")
 
         url = await until(find_url)
-        async with httpx2.AsyncClient(verify=False) as client:  # noqa: S501
+        async with httpx2.AsyncClient(verify=False) as client:
             for path in ("/convert", "/validate", "/default"):
                 for body in bodies:
                     answer = await client.post(f"{url}{path}", content=body)

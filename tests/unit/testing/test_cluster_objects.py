@@ -3,12 +3,12 @@
 import httpx2
 import pytest
 
+import memory_cluster
 from dynamo.testing.kube import (
     api,
     builtin_rules,
     failures,
     garbage,
-    memory_cluster,
     resources,
     rights,
     services,
