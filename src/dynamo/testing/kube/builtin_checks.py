@@ -22,6 +22,8 @@ Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
 _WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostNetwork", "nodeSelector",
                    "topologySpreadConstraints")  # fmt: skip
+_WITHOUT_CONTROLLER = ("cronjobs", "daemonsets")
+_NOT_ENFORCED = ("limitranges", "networkpolicies", "poddisruptionbudgets", "resourcequotas")
 _DEADLINE_S = 600  # of a deployment's progress, the default
 _LAST_PORT = 65_535
 _FIXED_POD = (
@@ -77,6 +79,10 @@ def check(
 def notices(resource: resources.ApiResource, item: Object) -> Iterator[str]:
     """Yield what an object asks for that this cluster does not do, unlike a real one."""
     spec = item.get("spec") or {}
+    if resource.plural in _WITHOUT_CONTROLLER:
+        yield "spec: no pods are made of it on this cluster"
+    if resource.plural in _NOT_ENFORCED:
+        yield "spec: is not enforced on this cluster"
     if resource.key == ("", "services") and spec.get("type") in builtin_rules.EXPOSED:
         yield "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
     if spec.get("progressDeadlineSeconds", _DEADLINE_S) != _DEADLINE_S:
