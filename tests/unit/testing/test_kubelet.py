@@ -241,6 +241,30 @@ async def test_pod_that_waits_for_room_is_scheduled_when_another_has_ended(serve
     assert {name for _, name, _ in keys} == {"ended", "waiting"}
 
 
+async def test_node_that_is_cordoned_gets_no_pods_until_it_is_free_again(served):
+    node = make_node(served)
+    waiting = {"apiVersion": "v1", "kind": "Pod", **make_pod("waiting", phase="Pending")}
+    options = api.WriteOptions(manager="kubectl")
+    nodes = served.registry.require("", "nodes")
+    cordoned = {"metadata": {"name": "laptop"}, "spec": {"unschedulable": True}}
+    await served.create(
+        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    )
+    before = await served.create(nodes, "", cordoned, options)
+    served.store.put(PODS, waiting)
+    (key,) = node.keys_of(store.Change(1, PODS, "ADDED", waiting, None))
+    await node.reconcile(key)
+    kept = served.store.get(PODS, ("default", "waiting"))
+    await served.update(nodes, "", "laptop", {**before, "spec": {}}, options)
+    freed = served.store.get(nodes.key, ("", "laptop"))
+    assert list(node.keys_of(store.Change(2, nodes.key, "MODIFIED", freed, before))) == [key]
+    await node.reconcile(key)
+
+    message = kept["status"]["conditions"][0]["message"]
+    assert message == "0/1 nodes are available: 1 node(s) were unschedulable."
+    assert served.store.get(PODS, ("default", "waiting"))["spec"]["nodeName"] == "laptop"
+
+
 async def test_data_of_a_claim_goes_with_it(served, tmp_path):
     node, changes = make_node(served), []
     node._node.folder = tmp_path

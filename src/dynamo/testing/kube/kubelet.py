@@ -26,6 +26,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _PODS = ("", "pods")
+_NODES = ("", "nodes")
 _CLAIMS = ("", "persistentvolumeclaims")
 _SOURCES = (("", "configmaps"), ("", "secrets"))  # of volumes
 _NAME = "laptop"
@@ -118,9 +119,9 @@ class Kubelet:
             )
         if change.table == _PODS or (change.table == _CLAIMS and change.type == "DELETED"):
             yield _key(change.item)
-        if change.table != _PODS:
-            return
-        if change.type == "DELETED" or _has_ended(change.item):
+        if change.table == _NODES or (
+            change.table == _PODS and (change.type == "DELETED" or _has_ended(change.item))
+        ):
             for pod in self._api.store.list_items(_PODS):
                 if not pod["spec"].get("nodeName"):
                     yield _key(pod)
@@ -163,8 +164,10 @@ class Kubelet:
         meta = pod["metadata"]
         if meta.get("deletionTimestamp") or pod["spec"].get("schedulingGates"):
             return
-        lacking = self._lacking(pod)
-        if not lacking:
+        obstacles = [f"Insufficient {name}" for name in self._lacking(pod)]
+        if (self._api.store.get(_NODES, ("", _NAME)) or {}).get("spec", {}).get("unschedulable"):
+            obstacles.insert(0, "node(s) were unschedulable")
+        if not obstacles:
             await self._api.bind(meta["namespace"], meta["name"], _NAME)
             await self.tell(
                 pod,
@@ -172,7 +175,7 @@ class Kubelet:
                 f"Successfully assigned {meta['namespace']}/{meta['name']} to {_NAME}",
             )
             return
-        text = f"0/1 nodes are available: 1 Insufficient {', 1 Insufficient '.join(lacking)}."
+        text = f"0/1 nodes are available: 1 {', 1 '.join(obstacles)}."
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text,
                      "lastTransitionTime": metadata.timestamp()}  # fmt: skip
         before = (pod.get("status") or {}).get("conditions") or [{}]
