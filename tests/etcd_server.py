@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import ports
+import processes
 from dynamo.base import addresses
 from waiting import PATIENT_S
 
@@ -51,7 +52,7 @@ class EtcdServer:
         peers = (f"{server._name}={server._peer}" for server in self.cluster)
         argv += ["--name", self._name, "--initial-cluster", ",".join(peers)]
         with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+            self._process = subprocess.Popen(processes.bind(argv), stdout=log, stderr=log)
         if wait:
             self.await_health()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import processes
 from waiting import PATIENT_S
 
 _MINIMUM = (1, 28)
@@ -106,7 +107,9 @@ def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluste
         "0",
     ]
     process = subprocess.Popen(
-        [*command, *(flags or ("--no-node", "--no-operator"))], stdout=subprocess.PIPE, text=True
+        processes.bind([*command, *(flags or ("--no-node", "--no-operator"))], "TERM"),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import ports
+import processes
 from waiting import eventually
 
 
@@ -29,8 +30,9 @@ class MilvusServer:
         address = ("--host", "127.0.0.1", "--port", str(self.port))
         log = self._directory / "log"
         with log.open("wb") as file:
+            argv = [program, "server", "--data-dir", str(self._directory / "data"), *address]
             self._process = subprocess.Popen(
-                [program, "server", "--data-dir", str(self._directory / "data"), *address],
+                processes.bind(argv),
                 stdout=file,
                 stderr=file,
                 env={"PYTHONUNBUFFERED": "1"},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 import ports
+import processes
 from dynamo.base import addresses
 from dynamo.runtime.backends.nats import access, connection
 from waiting import PATIENT_S
@@ -44,7 +45,7 @@ class NatsServer:
         self._directory.mkdir(parents=True, exist_ok=True)
         argv = [*self._before, "nats-server", "-a", self._host, "-p", str(self._port), *self._flags]
         with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+            self._process = subprocess.Popen(processes.bind(argv), stdout=log, stderr=log)
         until = time.monotonic() + PATIENT_S
         while not self._is_listening():
             assert time.monotonic() < until, (self._directory / "log").read_text()

@@ -3,7 +3,7 @@
 import itertools
 
 from dynamo.runtime.backends.kubernetes.discovery import KubernetesDiscovery
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 
 NAMESPACE = "test"
 LABELS = {"nvidia.com/dynamo-discovery-backend": "kubernetes"}

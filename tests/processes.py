@@ -1,10 +1,21 @@
-"""The descendants of a process: an engine may have several, which survive it if it is killed."""
+"""The processes of a test: how they end with it, and the descendants of one, of which an engine may have several."""
 
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 from collections.abc import Iterable
+
+
+def bind(argv: Iterable[str | os.PathLike[str]], end: str = "KILL") -> list[str]:
+    """Return the command line of a process that gets the signal `end` when the thread that starts it ends.
+
+    So nothing outlives a test run that is killed. Where there is no setpriv (util-linux), the command line stays.
+    """
+    setpriv = shutil.which("setpriv")
+    binding = [setpriv, "--pdeathsig", end, "--"] if setpriv else []
+    return [*binding, *map(os.fspath, argv)]
 
 
 def descendants(pid: int) -> set[int]:

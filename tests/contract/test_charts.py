@@ -186,6 +186,20 @@ def test_operator_may_replace_nothing_but_what_its_pods_may_and_owners_ask_for(p
     assert not deleted & {"serviceaccounts", "roles", "rolebindings", "events", "leases", "jobs"}
 
 
+def test_operator_may_read_and_delete_single_objects_only_where_it_or_its_pods_do(platform):
+    rights = rights_of_operator(platform)
+    own_reads = {"secrets", "leases", "pods/log", "customresourcedefinitions"}
+    own_reads |= {"mutatingwebhookconfigurations", "validatingwebhookconfigurations"}
+    own_deletions = {"dynamocomponentdeployments", "dynamographdeploymentscalingadapters"}
+    granted = rights_of(identity.PLANNER_RULES)
+    others = rights - granted
+
+    assert {kind for _, kind, verb in others if verb == "get"} <= own_reads
+    assert {kind for _, kind, verb in others if verb == "update" and "/" not in kind} == set()
+    deleted = {kind for group, kind, verb in others if verb == "delete" and group == "nvidia.com"}
+    assert deleted == own_deletions
+
+
 def test_operator_may_block_the_deletion_of_owners_where_a_cluster_asks_for_that(platform):
     """The admission plugin OwnerReferencesPermissionEnforcement, which OpenShift has."""
     owners = (
@@ -227,7 +241,7 @@ def test_operator_may_not_change_or_delete_claims(platform):
         verb for _, kind, verb in rights_of_operator(platform) if kind == "persistentvolumeclaims"
     }
 
-    assert verbs == {"get", "list", "watch", "create"}
+    assert verbs == {"list", "watch", "create"}
 
 
 def test_webhooks_are_those_that_the_operator_registers(platform):

@@ -13,7 +13,7 @@ import pytest
 import kube_cluster
 from dynamo.base import errors
 from dynamo.runtime.backends.kubernetes import connection
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 from waiting import PATIENT_S
 
 GROUP = "nvidia.com/v1alpha1"

@@ -9,7 +9,7 @@ from dynamo.base import errors
 from dynamo.protocols import instances
 from dynamo.runtime.backends.kubernetes import connection, discovery, pod_records
 from dynamo.runtime.discovery import Delete, Put
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 from played_pods import NAMESPACE, PlayedPods
 from waiting import PATIENT_S
 

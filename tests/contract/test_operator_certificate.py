@@ -5,8 +5,10 @@ import base64
 import contextlib
 import importlib.resources
 import json
+import re
 import ssl
 
+import httpx2
 import pytest
 
 from dynamo.base import clock as clocks
@@ -100,6 +102,28 @@ async def test_reviews_and_refusals_are_counted(tmp_path):
         assert f'dynamo_operator_webhook_requests_total{{webhook="{webhook}"}} 1.0' in text
         assert f'dynamo_operator_webhook_denials_total{{webhook="{webhook}"}} {refused}.0' in text
     assert 'dynamo_operator_webhook_duration_seconds_count{webhook="validate"} 1.0' in text
+
+
+async def test_review_that_cannot_be_read_is_refused_in_a_sentence(tmp_path):
+    bodies = (b"{", b'{"request": {"uid": "\xff\xfe"}}', b"[" * 100_000, b'{"request": {}}', b"")
+    clock = clocks.SystemClock()
+    outcomes = []
+    async with connecting(tmp_path) as cluster, running_webhooks(cluster, clock):
+
+        async def find_url():
+            webhook = (await cluster.get(*CRD))["spec"].get("conversion", {}).get("webhook")
+            return webhook and webhook["clientConfig"]["url"].removesuffix("/convert")
+
+        url = await until(find_url)
+        async with httpx2.AsyncClient(verify=False) as client:
+            for path in ("/convert", "/validate", "/default"):
+                for body in bodies:
+                    answer = await client.post(f"{url}{path}", content=body)
+                    outcomes.append((answer.status_code, answer.text))
+
+    assert {status for status, _ in outcomes} == {400}
+    for _, text in outcomes:
+        assert re.match("the body is no (Conversion|Admission)Review: .", text)
 
 
 async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):

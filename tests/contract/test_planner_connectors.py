@@ -21,7 +21,7 @@ from dynamo.planner.kubernetes_connector import KubernetesConnector
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 from waiting import PATIENT_S
 
 NAMESPACE = "plan"

@@ -37,7 +37,11 @@ class Process:
             environ = environ | {"DYN_TCP_RPC_HOST": host.address, "DYN_SYSTEM_HOST": host.address}
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
-                argv, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                processes.bind(argv, "TERM"),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     @property

@@ -617,6 +617,81 @@ def test_container_gets_the_signal_to_end_and_its_status_is_kept(node):
     assert waited.returncode == 0, waited.stderr
 
 
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [("/dev/termination-log", 3), ("/dev/termination-log", 0), ("/data/last-words", 0)],
+)
+def test_container_says_in_a_file_why_it_ended(node, path, code):
+    container = {
+        "name": "main",
+        "image": "python:3.11",
+        "command": ["sh", "-c", f"echo farewell > {path}; echo bye; exit {code}"],
+        "terminationMessagePath": path,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    }
+    other = {**container, "name": "other", "command": ["sh", "-c", f"echo other > {path}"]}
+    volumes = [{"name": "data", "emptyDir": {}}]
+    containers = [container] if path.startswith("/data") else [container, other]
+    spec = {"containers": containers, "volumes": volumes, "restartPolicy": "Never"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "speaking"}, "spec": spec}
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    phase = "Failed" if code else "Succeeded"
+    ended = f"--for=jsonpath={{.status.phase}}={phase}"
+    waited = node.kubectl("wait", ended, "pod/speaking", kube_cluster.WAIT)
+    messages = "jsonpath={.status.containerStatuses[*].state.terminated.message}"
+    shown = node.kubectl("get", "pod", "speaking", "-o", messages).stdout
+    node.kubectl("delete", "pod", "speaking", "--grace-period=1")
+
+    assert waited.returncode == 0, waited.stderr
+    assert shown.split() == ["farewell", "other"][: len(containers)]
+
+
+def test_container_beyond_its_memory_limit_is_killed(node):
+    program = "import time; kept = b'x' * 200_000_000; time.sleep(3600)"
+    container = {
+        "name": "main",
+        "image": "python:3.11",
+        "command": ["sh", "-c", f'python3 -c "{program}" & wait'],
+        "resources": {"limits": {"memory": "100Mi"}},
+    }
+    spec = {"containers": [container], "restartPolicy": "Never"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "greedy"}, "spec": spec}
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    ended = "--for=jsonpath={.status.phase}=Failed"
+    waited = node.kubectl("wait", ended, "pod/greedy", kube_cluster.WAIT)
+    path = "{.status.containerStatuses[0].state.terminated}"
+    terminated = json.loads(
+        node.kubectl("get", "pod", "greedy", "-o", f"jsonpath={path}").stdout or "{}"
+    )
+    node.kubectl("delete", "pod", "greedy", "--grace-period=1")
+
+    assert waited.returncode == 0, waited.stderr
+    assert (terminated["exitCode"], terminated["reason"]) == (137, "OOMKilled")
+
+
+def test_event_says_which_fields_of_a_pod_have_no_effect(node):
+    container = {"name": "main", "image": "python:3.11", "command": ["true"]}
+    own = {**container, "name": "own", "securityContext": {"runAsUser": os.geteuid()}}
+    spec = {
+        "containers": [{**container, "securityContext": {"privileged": True}}, own],
+        "securityContext": {"runAsUser": 12345, "fsGroup": 1000},
+        "restartPolicy": "OnFailure",
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "particular"}, "spec": spec}
+    applied = node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    events = ("get", "events", "--field-selector", "involvedObject.name=particular,type=Warning")
+    eventually(lambda: node.kubectl(*events).stdout, what="its event")
+    shown = node.kubectl(*events, "-o", "jsonpath={.items[*].message}").stdout
+    node.kubectl("delete", "pod", "particular", "--grace-period=1")
+
+    assert shown == (
+        "spec.securityContext.runAsUser: has no effect on this cluster;"
+        " spec.containers[0].securityContext.privileged: has no effect on this cluster"
+    )
+    assert "runAsUser: has no effect" in applied.stderr
+
+
 def test_hooks_of_a_container_run_after_its_start_and_before_its_end(node, tmp_path):
     def say(text):
         return {"exec": {"command": ["sh", "-c", f"sleep 0.2; echo {text} >> /seen/log"]}}

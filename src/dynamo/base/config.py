@@ -227,6 +227,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise errors.ConfigError(f"{message} (see --help)")
 
+    def print_help(self, file: typing.Any = None) -> None:
+        """Print the help, and exit if there is no place for it; argparse would say nothing."""
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except OSError as error:
+            sys.exit(f"{self.prog}: {error.strerror}")
+
     def parse(
         self, args: Sequence[str], *, takes_rest: bool, passed_on: Sequence[str] = ()
     ) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,9 @@ def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         documents = [part for document in yaml.safe_load_all(text) for part in _unpack(document)]
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise errors.ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")

@@ -29,7 +29,7 @@ ABOUT = (
     "You use `serve` to run a model or a graph of services locally, `build` and `containerize` to package a graph, and"
     " `deploy` to bring it to a Kubernetes cluster.",
 )
-_MOST_CHARS, _LEAST_CHARS = 100, 60
+_MOST_CHARS, _LEAST_CHARS = 100, 40
 
 
 def render(options: Mapping[str, str], commands: Mapping[str, str]) -> str:

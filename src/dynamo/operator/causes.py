@@ -45,6 +45,23 @@ def select_first(candidates: Iterable[Cause], default: Cause) -> Cause:
     return min(candidates, key=lambda cause: cause.rank, default=default)
 
 
+def find_component_cause(item: Object, observed: objects.Observed) -> Cause | None:
+    """Return why a component is not available in its desired form, or None if it is."""
+    existing = observed.find(item["kind"], item["metadata"]["name"])
+    service = item["metadata"]["labels"][objects.COMPONENT_LABEL]
+    annotation = item["metadata"]["annotations"][objects.SPEC_ANNOTATION]
+    metadata = (existing or {}).get("metadata", {})
+    observed_generation = (existing or {}).get("status", {}).get("observedGeneration", -1)
+    is_current = (metadata.get("annotations") or {}).get(objects.SPEC_ANNOTATION) == annotation
+    if not is_current or observed_generation < metadata.get("generation", 0):
+        return Cause("Waiting", f"service {service} is being made")
+    condition = objects.find_condition(existing, "Available")
+    if condition.get("status") == "True":
+        return None
+    message = str(condition.get("message", "")).removeprefix(f"service {service}: ")
+    return Cause(condition.get("reason", "Waiting"), f"service {service}: {message}")
+
+
 def first_cause(
     pods: Sequence[Object],
     *,

@@ -94,6 +94,10 @@ class Election:
             self._restricted[namespace] = revision, changed_at, now
         return bool(revision) and now - changed_at <= LEASE_S
 
+    def forget(self, namespace: str) -> None:
+        """Drop what is known of the Lease in a namespace."""
+        self._restricted.pop(namespace, None)
+
     async def acquire(self) -> None:
         """Wait until this operator has the Lease."""
         while True:

@@ -16,8 +16,6 @@ from dynamo.operator import api_types, causes, component, identity, objects, pod
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 
-SPEC_ANNOTATION = f"{api_types.GROUP}/dynamo-spec-hash"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
@@ -136,6 +134,11 @@ def decide(
         for existing in observed.owned_by(resource, "DynamoComponentDeployment")
         if existing["metadata"]["name"] not in names
     ]
+    frontends = [item for item in desired if _is_frontend(item)]
+    if any(causes.find_component_cause(item, observed) for item in frontends):
+        unneeded = [item for item in leftover if not _is_frontend(item)]  # it may have a new name
+    else:
+        unneeded = leftover
     claims = [
         component.make_claim(claim, resource, {objects.GRAPH_LABEL: graph.name})
         for claim in graph.spec.pvcs or ()
@@ -156,10 +159,14 @@ def decide(
         create=(*([] if found_secret else [secret]), *absent),
         patch=(*([adoption] if adoption else []), *adapters),
         apply=(*accounts, *desired),
-        delete=tuple(map(objects.reference_of, (*leftover, *unused_adapters))),
+        delete=tuple(map(objects.reference_of, (*unneeded, *unused_adapters))),
         status=make_status(graph, observed, desired, leftover),
         other_statuses=tuple(make_adapter_statuses(graph, observed, desired)),
     )
+
+
+def _is_frontend(item: Object) -> bool:
+    return str(item["spec"].get("componentType")).lower() == "frontend"
 
 
 _FAILED = "failed_to_reconcile_the_resources"
@@ -197,6 +204,8 @@ def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]
         digits, service = labels.get(objects.HASH_LABEL), labels.get(objects.COMPONENT_LABEL)
         if not digits or not service or "deletionTimestamp" in existing["metadata"]:
             continue
+        if service in graph.services and service not in graph.workers:  # it is no worker any more
+            continue
         components_by_digits.setdefault(digits, {})[service] = existing
         is_first = existing["metadata"]["name"] == graph.base_name(service)
         suffixes[digits] = "" if is_first else f"-{digits}"
@@ -224,6 +233,12 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
     identity.check_namespace(f"{graph.dynamo_namespace}{suffix}")
     autoscaled = find_autoscaled(graph, generations, target, observed)
     wanted = {name: autoscaled.get(name, graph.replicas[name]) for name in graph.workers}
+    former_specs = {
+        service: api_types.read_spec(existing, api_types.ComponentSpec)
+        for entry in generations
+        for service, existing in entry.components.items()
+    }
+    specs = {**former_specs, **{name: graph.services[name] for name in graph.workers}}
     planned = rollout.plan(
         wanted,
         [count_workers(graph, entry, observed, target) for entry in generations],
@@ -234,7 +249,7 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
                 graph.annotations, component.UNAVAILABLE_ANNOTATION
             ),
         ),
-        frozenset(name for name in graph.workers if graph.services[name].is_prefill),
+        frozenset(name for name, spec in specs.items() if spec.is_prefill),
     )
     desired = [
         _make_component(graph, name, target, suffix, replicas, autoscaled=autoscaled.get(name))
@@ -358,7 +373,7 @@ def _render_component(
     }
     if digits:
         labels[objects.HASH_LABEL] = digits
-    annotations = {SPEC_ANNOTATION: objects.digest(spec)}
+    annotations = {objects.SPEC_ANNOTATION: objects.digest(spec)}
     if autoscaled is not None:
         annotations[rollout.AUTOSCALED_ANNOTATION] = str(autoscaled)
     for copied_annotation in (
@@ -422,7 +437,7 @@ def make_status(
     waiting = [
         (item, cause)
         for item in desired
-        if (cause := find_component_cause(item, observed)) is not None
+        if (cause := causes.find_component_cause(item, observed)) is not None
     ]
     digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired}
     num_generations = len(digits - {None})
@@ -441,23 +456,6 @@ def make_status(
     return _render_status(
         graph.resource, observed, desired, cause, "some_resources_are_not_ready", state="pending"
     )
-
-
-def find_component_cause(item: Object, observed: Observed) -> causes.Cause | None:
-    """Return why a component is not available in its desired form, or None if it is."""
-    existing = observed.find(item["kind"], item["metadata"]["name"])
-    service = item["metadata"]["labels"][objects.COMPONENT_LABEL]
-    annotation = item["metadata"]["annotations"][SPEC_ANNOTATION]
-    metadata = (existing or {}).get("metadata", {})
-    observed_generation = (existing or {}).get("status", {}).get("observedGeneration", -1)
-    is_current = (metadata.get("annotations") or {}).get(SPEC_ANNOTATION) == annotation
-    if not is_current or observed_generation < metadata.get("generation", 0):
-        return causes.Cause("Waiting", f"service {service} is being made")
-    condition = objects.find_condition(existing, "Available")
-    if condition.get("status") == "True":
-        return None
-    message = str(condition.get("message", "")).removeprefix(f"service {service}: ")
-    return causes.Cause(condition.get("reason", "Waiting"), f"service {service}: {message}")
 
 
 def find_note(item: Object, observed: Observed) -> str:

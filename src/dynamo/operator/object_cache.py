@@ -32,8 +32,8 @@ class ObjectCache:
 
     def __init__(self) -> None:
         self._owned: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # by `_owners_of`
-        self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
-        self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
+        self._objects: dict[str, dict[tuple[str, str], Object]] = {}
+        self._pods: dict[str, dict[str, Object]] = {}
         self._roots: dict[str, set[Key]] = {kind: set() for kind in ROOTS}
         self._gone: dict[str, None] = {}  # uids of deleted objects, the oldest first
         self.has_grove = False
@@ -45,9 +45,9 @@ class ObjectCache:
         may have owned one, and while a pod lacks one.
         """
         if (event == "DELETED" and resource["kind"] in ROOTS) or _lacks_configuration(resource):
-            existing = self._objects[resource["metadata"].get("namespace", "")]
-            for key in [key for key in existing if key[0] == "Secret"]:
-                self.remove(existing[key])
+            existing = self._objects.get(resource["metadata"].get("namespace", ""), {})
+            for secret in [item for key, item in existing.items() if key[0] == "Secret"]:
+                self.remove(secret)
         uid = resource["metadata"].get("uid", "")
         if event == "DELETED":
             self.remove(resource)
@@ -67,9 +67,9 @@ class ObjectCache:
         if resource["metadata"].get("uid") in self._gone:
             return False
         if kind == "Pod":
-            self._pods[namespace][name] = resource
+            self._pods.setdefault(namespace, {})[name] = resource
         else:
-            self._objects[namespace][kind, name] = resource
+            self._objects.setdefault(namespace, {})[kind, name] = resource
             if kind in ROOTS:
                 self._roots[kind].add((kind, namespace, name))
             if present is not None:
@@ -86,11 +86,15 @@ class ObjectCache:
             return
         if kind == "Pod":
             del self._pods[namespace][name]
+            if not self._pods[namespace]:
+                del self._pods[namespace]
         else:
             del self._objects[namespace][kind, name]
             self._roots.get(kind, set()).discard((kind, namespace, name))
             self._owned.pop(present["metadata"].get("uid"), None)
             self._drop_owned(present)
+            if not self._objects[namespace]:
+                del self._objects[namespace]
 
     def _drop_owned(self, resource: Object) -> None:
         """Take an object from those that its owners own; an owner of nothing is forgotten."""
@@ -104,8 +108,8 @@ class ObjectCache:
         """Return an object, or None if there is none."""
         kind, namespace, name = key
         if kind == "Pod":
-            return self._pods[namespace].get(name)
-        return self._objects[namespace].get((kind, name))
+            return self._pods.get(namespace, {}).get(name)
+        return self._objects.get(namespace, {}).get((kind, name))
 
     def observe(self, root: Object, now: str) -> objects.Observed:
         """Return what concerns a root object: its namespace, and the pods of its graph, or all of them."""
@@ -113,10 +117,10 @@ class ObjectCache:
         graph = objects.labels_of(root).get(objects.GRAPH_LABEL, root["metadata"]["name"])
         pods = [
             pod
-            for pod in self._pods[namespace].values()
+            for pod in self._pods.get(namespace, {}).values()
             if root["kind"] in ROOTS[2:] or objects.labels_of(pod).get(objects.GRAPH_LABEL) == graph
         ]
-        existing = self._objects[namespace]
+        existing = self._objects.get(namespace, {})
         owned_keys = {
             key
             for owner in (root["metadata"]["uid"], f"{namespace}/{root['metadata']['name']}")
@@ -129,6 +133,11 @@ class ObjectCache:
             pods=pods,
             has_grove=self.has_grove,
         )
+
+    @property
+    def namespaces(self) -> set[str]:
+        """Return the namespaces of which anything is known."""
+        return {*self._objects, *self._pods}
 
     def roots(self) -> list[Key]:
         """Return the addresses of all objects that are reconciled."""

@@ -27,6 +27,7 @@ DISCOVERY_LABEL = f"{_PREFIX}dynamo-discovery-backend"
 HASH_LABEL = f"{_PREFIX}dynamo-worker-hash"
 REQUEST_LABEL = f"{_PREFIX}dgdr-name"
 TEMPLATE_LABEL = f"{_PREFIX}dynamo-template-hash"
+SPEC_ANNOTATION = f"{_PREFIX}dynamo-spec-hash"
 _LIST_KEYS = {
     "env": "name",
     "volumeMounts": "mountPath",

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.operator import component, graph, identity, objects, versions
+from dynamo.operator import component, graph, identity, objects, pod_template, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig
 
@@ -182,6 +182,14 @@ def check_graph(resource: Object, settings: OperatorConfig, *, is_new: bool) -> 
     read_graph = graph.read_graph(resource, nothing, settings)
     if is_new and read_graph.workers:
         identity.check_namespace(f"{read_graph.dynamo_namespace}-{'0' * 8}")
+    for service, fields in resource["spec"]["services"].items():
+        pod = fields.get("extraPodSpec") or {}
+        names = [container.get("name") for container in pod.get("containers") or ()]
+        if "mainContainer" in pod and pod_template.MAIN in names:
+            raise errors.ConfigError(
+                f"service {service}: extraPodSpec.containers: {pod_template.MAIN} is the main container of"
+                f" {versions.BETA_VERSION}; call this one otherwise"
+            )
     for item in graph.make_components(read_graph, nothing):
         item["metadata"]["uid"] = ""
         read = component.read_component(

@@ -12,8 +12,9 @@ the update began; each generation has an autoscaler with its own part of them as
 brings back what the update takes away.
 """  # decider
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,24 +92,32 @@ def plan(
 ) -> dict[str, Replicas]:
     """Return the replicas of each generation's services, the target's among them; old ones come oldest first."""
     old = [generation for generation in generations if generation.digits != target]
-    current = next((generation for generation in generations if generation.digits == target), None)
+    present = next((entry.workers for entry in generations if entry.digits == target), {})
     planned: dict[str, Replicas] = {generation.digits: {} for generation in old}
-    planned[target] = {}
-    for service, num_wanted in wanted.items():
-        least_serving, most = limits.bounds(num_wanted)
-        present = current.workers.get(service) if current else None
+    planned[target] = dict.fromkeys(wanted, 0)
+    for services, former_services in _find_pools(wanted, old, prefill_services):
+        least_serving, most = limits.bounds(sum(wanted[service] for service in services))
         num_old_pods = sum(
             max(workers.replicas, workers.num_pods)
             for generation in old
+            for service in former_services
             if (workers := generation.workers.get(service))
         )
-        num_ordered = present.replicas if present else 0
-        planned[target][service] = min(num_wanted, max(num_ordered, most - num_old_pods, 0))
+        ordered = {
+            service: min(wanted[service], present[service].replicas if service in present else 0)
+            for service in services
+        }
+        room = max(0, most - num_old_pods - sum(ordered.values()))
+        for service in services:
+            planned[target][service] = min(wanted[service], ordered[service] + room)
+            room -= planned[target][service] - ordered[service]
         num_serving = sum(
-            generation.num_serving(service, prefill_services) for generation in generations
+            generation.num_serving(service, prefill_services)
+            for generation in generations
+            for service in {*services, *former_services}
         )
         spare = max(0, num_serving - least_serving)
-        for generation in old:
+        for service, generation in itertools.product(former_services, old):
             if service not in generation.workers:
                 continue
             serving = generation.num_serving(service, prefill_services)
@@ -117,10 +126,29 @@ def plan(
             planned[generation.digits][service] = min(
                 generation.workers[service].replicas, serving - removed
             )
-    for generation in old:  # services that the spec no longer has
-        for service in generation.workers.keys() - wanted.keys():
-            planned[generation.digits][service] = 0
     return planned
+
+
+def _find_pools(
+    wanted: Replicas, old: Sequence[Generation], prefill_services: frozenset[str]
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield services of the target beside those that they replace, each in the order in which they are changed.
+
+    A service replaces itself. Where the spec no longer has an old one, which may have got another name, all services
+    of its kind replace each other: first those that are new, and first those that the spec no longer has.
+    """
+    old_services = {service: None for generation in old for service in generation.workers}
+    for is_prefill in (False, True):
+        services = [name for name in wanted if (name in prefill_services) == is_prefill]
+        former = [
+            name
+            for name in old_services
+            if name not in wanted and (name in prefill_services) == is_prefill
+        ]
+        if former:
+            yield sorted(services, key=old_services.__contains__), [*former, *services]
+        else:
+            yield from (([name], [name]) for name in services)
 
 
 def is_autoscaled(component: objects.Object) -> bool:

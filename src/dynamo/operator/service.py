@@ -124,6 +124,9 @@ class Controller:
             return
         if event == "DELETED":
             self._reconciler.forget(resource)
+            namespace = resource["metadata"].get("namespace", "")
+            if self._election is not None and namespace not in self.cache.namespaces:
+                self._election.forget(namespace)
         for key in self.cache.roots_of(resource):
             self.queue.add(key)
 
@@ -163,6 +166,8 @@ class Controller:
             self._metrics.duration.labels(key[0], result).observe(self._clock.now() - started_at)
 
     async def _reconcile(self, key: Key) -> float | None:
+        if self.cache.get(key) is None:  # it is gone, and its namespace may be forgotten
+            return None
         election = None if self._settings.restricted_namespace else self._election
         if election is not None and await election.is_left(key[1]):
             return 2 * RENEW_S

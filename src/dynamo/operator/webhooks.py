@@ -24,6 +24,7 @@ from dynamo.observability import metrics
 from dynamo.operator import api_types, objects, reviews, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig, parse_address
+from dynamo.protocols import wire
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.runtime.http import exchange, parser, server
 
@@ -109,8 +110,9 @@ class WebhookService:
             started_at = self._clock.now()
             try:
                 review = msgspec.json.decode(request.request.body, type=kind)
-            except msgspec.DecodeError as error:
-                request.respond(400, str(error).encode(), content_type="text/plain")
+            except wire.DECODE_ERRORS as error:
+                text = f"the body is no {kind.__name__}: {error}"
+                request.respond(400, text.encode(), content_type="text/plain")
                 return
             answered = answer(review)
             self._metrics.record(name, self._clock.now() - started_at, answered)

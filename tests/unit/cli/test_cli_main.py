@@ -77,16 +77,24 @@ def test_reader_that_has_gone_ends_the_command_without_a_word():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("command", ["", " serve"])
 @pytest.mark.parametrize(
     ("redirection", "code", "words"),
-    [(">/dev/full", 1, "dynamo: No space left on device\n"), (">&-", 0, "")],
+    [(">/dev/full", 1, "dynamo{}: No space left on device\n"), (">&-", 0, "")],
 )
-def test_output_that_cannot_be_written_is_no_trace(redirection, code, words):
-    script = f'"$0" -m dynamo.cli --help {redirection}'
+def test_output_that_cannot_be_written_is_no_trace(command, redirection, code, words):
+    script = f'"$0" -m dynamo.cli{command} --help {redirection}'
     argv = ["bash", "-c", script, sys.executable]
     done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
 
-    assert (done.returncode, done.stderr) == (code, words)
+    assert (done.returncode, done.stderr) == (code, words.format(command))
+
+
+def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, page, _ = run(monkeypatch, capsys, "--help")
+
+    assert max(map(len, page.splitlines()[2:])) == 40  # behind the line of the usage
 
 
 def test_user_without_a_home_is_told_so(monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 
 
 @pytest.fixture

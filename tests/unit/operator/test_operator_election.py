@@ -205,6 +205,24 @@ async def test_namespace_is_left_to_the_operator_that_is_restricted_to_it(server
         await until(lambda: has_component(cluster, "first"))
 
 
+async def test_nothing_of_a_namespace_is_kept_when_its_objects_are_gone(server, cluster):
+    async with running(server) as (operator, _):
+        cache, kept_leases = operator.controller.cache, operator._election._restricted
+        for namespace in ("first", "second"):
+            server.connect(namespace)
+            graph = make_graph("graph")
+            graph["metadata"]["namespace"] = namespace
+            created = await cluster.create(graph)
+            key = ("DynamoComponentDeployment", namespace, "graph-decode")
+            await until(lambda key=key: cache.get(key))
+            await cluster.delete(API, created["kind"], "graph", namespace)
+            await until(lambda namespace=namespace: namespace not in cache.namespaces)
+        await until(lambda: not operator.controller.queue)
+
+        assert not cache.namespaces
+        assert not kept_leases
+
+
 async def configuration_of(cluster):
     kind = "ValidatingWebhookConfiguration"
     return await cluster.get("admissionregistration.k8s.io/v1", kind, "dynamo-operator")

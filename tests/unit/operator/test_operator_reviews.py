@@ -59,6 +59,18 @@ def test_mistake_is_refused_in_the_words_of_the_status():
     assert "service A: ingress.useVirtualService" in refusal["status"]["message"]
 
 
+def test_sidecar_that_a_later_version_would_take_for_the_main_container_is_refused():
+    containers = {
+        "mainContainer": {"image": "i", "name": "engine"},
+        "containers": [{"name": "main"}],
+    }
+    refusal = validate(make_graph(services={"A": {**frontend(), "extraPodSpec": containers}}))
+
+    assert refusal["status"]["message"] == (
+        "service A: extraPodSpec.containers: main is the main container of v1beta1; call this one otherwise"
+    )
+
+
 def test_change_that_leaves_a_mistaken_spec_as_it_is_passes():
     graph = make_graph("a-name-that-is-much-too-long-for-anything-that-follows-from-it")
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.operator import graph as graphs
 from dynamo.operator import objects, rollout
 from dynamo.operator.rollout import Generation, UpdateLimits, Workers
 from operator_cluster import DictCluster, frontend, make_graph, worker
@@ -35,7 +36,12 @@ def generation(digits, num_admitted=None, **workers):
         ([generation("old", d=(2, 2))], (0, 0), {"old": {"d": 1}, "new": {"d": 0}}),
         ([generation("old", d=(2, 0))], (0, 1), {"old": {"d": 0}, "new": {"d": 0}}),
         ([generation("new", d=(5, 5))], (0, 1), {"new": {"d": 2}}),
-        ([generation("old", x=(1, 1))], (0, 1), {"old": {"x": 0}, "new": {"d": 2}}),
+        ([generation("old", x=(1, 1))], (0, 1), {"old": {"x": 1}, "new": {"d": 1}}),
+        ([generation("old", x=(1, 1)), generation("new", d=(1, 1))], (0, 1), {"old": {"x": 0}, "new": {"d": 1}}),
+        ([generation("old", x=(2, 2))], (1, 0), {"old": {"x": 2}, "new": {"d": 1}}),
+        ([generation("old", x=(2, 2)), generation("new", d=(1, 0))], (1, 0), {"old": {"x": 2}, "new": {"d": 1}}),
+        ([generation("old", x=(2, 2)), generation("new", d=(1, 1))], (1, 0), {"old": {"x": 1}, "new": {"d": 1}}),
+        ([generation("old", x=(2, 2), d=(2, 2))], (1, 0), {"old": {"x": 0, "d": 2}, "new": {"d": 0}}),
     ],
 )  # fmt: skip
 def test_update_goes_within_its_limits(generations, limits, expected):
@@ -60,6 +66,26 @@ def test_prefill_workers_serve_only_beside_decode_workers():
     planned = rollout.plan({"p": 1, "d": 1}, [old, new], "new", limits, frozenset("p"))
 
     assert planned["old"] == {"p": 1, "d": 1}
+
+
+def test_renamed_service_takes_over_before_others_are_updated():
+    limits = UpdateLimits(max_surge=1, max_unavailable=0)
+    wanted = {"kept": 1, "renamed": 2}
+    old = generation("old", kept=(1, 1), former=(2, 2))
+    started = rollout.plan(wanted, [old], "new", limits)
+    new = generation("new", kept=(0, 0), renamed=(1, 1))
+
+    assert started == {"old": {"former": 2, "kept": 1}, "new": {"renamed": 1, "kept": 0}}
+    assert rollout.plan(wanted, [old, new], "new", limits)["old"] == {"former": 1, "kept": 1}
+
+
+def test_removed_prefill_service_makes_no_room_for_decode_workers():
+    limits = UpdateLimits(max_surge=1, max_unavailable=0)
+    old = generation("old", p=(2, 2), d=(1, 1))
+
+    planned = rollout.plan({"d": 1}, [old], "new", limits, frozenset("p"))
+
+    assert planned == {"old": {"p": 0, "d": 1}, "new": {"d": 1}}
 
 
 def spec_of(number, replicas=2):
@@ -203,6 +229,60 @@ def test_workers_are_not_drained_before_frontends_have_admitted_their_successors
     assert len(generations_of(cluster)) == 1
 
 
+def test_renamed_services_serve_until_their_successors_do():
+    def graph_of(frontend_name, worker_name):
+        return make_graph(services={frontend_name: frontend(), worker_name: worker(replicas=2)})
+
+    cluster, counts, earlier_pods = DictCluster(), [], set()
+    cluster.put(graph_of("Frontend", "Decode"))
+    cluster.settle()
+    cluster.put(graph_of("Door", "Decoder"))
+    for _ in range(40):
+        for kind in (DGD, DCD):
+            for resource in cluster.of_kind(kind):
+                cluster.reconcile(kind, resource["metadata"]["name"])
+        cluster.run_controllers(becomes_ready=lambda pod: pod["metadata"]["name"] in earlier_pods)
+        earlier_pods.update(cluster.pods)
+        ready = [e["deployment"] for e in cluster.pods.values() if objects.is_ready(e["pod"])]
+        is_worker = ["decode" in name for name in ready]
+        counts.append((is_worker.count(True), is_worker.count(False)))
+
+    assert min(workers for workers, _ in counts) == 2
+    assert min(frontends for _, frontends in counts) == 1
+    assert counts[-1] == (2, 1)
+    assert len(cluster.of_kind(DCD)) == 2
+    assert cluster.ready()["status"] == "True"
+
+
+def test_renamed_prefill_service_is_of_the_kind_of_its_former_workers():
+    def graph_of(name):
+        prefill = worker("--is-prefill-worker")
+        return make_graph(services={"Decode": worker(), name: prefill})
+
+    cluster = DictCluster()
+    cluster.put(graph_of("Prefill"))
+    cluster.settle()
+    cluster.put(graph_of("Filler"))
+    cluster.reconcile(DGD, "g")
+    (entry,) = [item for item in cluster.of_kind(DCD) if "filler" in item["metadata"]["name"]]
+
+    assert cluster.get(DCD, "g-prefill")["spec"]["replicas"] == 1
+    assert entry["spec"]["replicas"] == 1
+
+
+def test_worker_that_becomes_another_kind_of_component_is_changed_in_its_place():
+    graph = make_graph(services={"A": worker(), "B": worker()})
+    cluster = DictCluster()
+    cluster.put(graph)
+    cluster.settle()
+    del graph["spec"]["services"]["B"]["componentType"]
+    changed = cluster.put(graph)
+    desired = graphs.decide(changed, cluster.observe(), cluster.settings, "").apply
+    (component,) = [item for item in desired if item["metadata"]["name"] == "g-b"]
+
+    assert "componentType" not in component["spec"]
+
+
 def serving(cluster):
     """Count ready decode pods of all generations."""
     return sum(
@@ -229,7 +309,7 @@ STEPS = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 2**16), surge=st.integers(0, 1))
 def test_chaos_keeps_what_serves_and_ends_as_an_undisturbed_run(steps, seed, surge):
-    """Specs change and revert, the operator dies between two writes, statuses and annotations are lost."""
+    """Specs and names change and revert, the operator dies between two writes, statuses and annotations are lost."""
     rng = random.Random(seed)
     annotations = {
         "nvidia.com/deployment-rolling-update-max-surge": str(surge),
@@ -238,6 +318,9 @@ def test_chaos_keeps_what_serves_and_ends_as_an_undisturbed_run(steps, seed, sur
 
     def graph_of(number):
         resource = spec_of(number)
+        if number == 3:
+            services = resource["spec"]["services"]
+            services["Decoder"] = services.pop("Decode")
         resource["metadata"]["annotations"] = annotations
         return resource
 

@@ -17,7 +17,7 @@ from dynamo.base import errors
 from dynamo.operator import component, election, objects, pod_calls, reconciler, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 from operator_cluster import frontend, make_graph, worker
 
 DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"

@@ -8,7 +8,7 @@ from dynamo.planner import kubernetes_connector as connectors
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.testing import clock as virtual
-from dynamo.testing.kube.memory_cluster import MemoryCluster
+from memory_cluster import MemoryCluster
 
 WORKER = {"componentType": "worker"}
 

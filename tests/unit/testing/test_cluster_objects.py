@@ -3,12 +3,12 @@
 import httpx2
 import pytest
 
+import memory_cluster
 from dynamo.testing.kube import (
     api,
     builtin_rules,
     failures,
     garbage,
-    memory_cluster,
     resources,
     rights,
     services,
@@ -366,6 +366,18 @@ async def test_half_a_service_account_is_impersonated_as_a_plain_user(http):
 
     assert answer.status_code == 403
     assert 'User "system:serviceaccount:x" cannot list' in answer.json()["message"]
+
+
+async def test_counts_that_a_status_lacks_are_shown_as_none(served):
+    resource = served.registry.require("apps", "replicasets")
+    item = {
+        "metadata": {"name": "r", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"replicas": 2},
+    }
+    table = tables.present(resource, [item], "application/json;as=Table", "None", None)
+
+    assert table["rows"][0]["cells"][1:4] == [2, 0, 0]
+    assert [column["type"] for column in table["columnDefinitions"][1:4]] == ["integer"] * 3
 
 
 async def test_one_odd_object_leaves_the_table_of_the_others(http):

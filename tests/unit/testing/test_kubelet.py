@@ -32,7 +32,12 @@ from dynamo.testing.kube import (
 from waiting import PATIENT_S, until
 
 PODS = ("", "pods")
-MAIN = {"name": "main", "image": "x:1"}
+MAIN = {
+    "name": "main",
+    "image": "x:1",
+    "terminationMessagePath": "/dev/termination-log",
+    "terminationMessagePolicy": "File",
+}
 
 
 def make_pod(name="p", *containers, phase="Running", **metadata):
@@ -236,6 +241,30 @@ async def test_pod_that_waits_for_room_is_scheduled_when_another_has_ended(serve
     assert {name for _, name, _ in keys} == {"ended", "waiting"}
 
 
+async def test_node_that_is_cordoned_gets_no_pods_until_it_is_free_again(served):
+    node = make_node(served)
+    waiting = {"apiVersion": "v1", "kind": "Pod", **make_pod("waiting", phase="Pending")}
+    options = api.WriteOptions(manager="kubectl")
+    nodes = served.registry.require("", "nodes")
+    cordoned = {"metadata": {"name": "laptop"}, "spec": {"unschedulable": True}}
+    await served.create(
+        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    )
+    before = await served.create(nodes, "", cordoned, options)
+    served.store.put(PODS, waiting)
+    (key,) = node.keys_of(store.Change(1, PODS, "ADDED", waiting, None))
+    await node.reconcile(key)
+    kept = served.store.get(PODS, ("default", "waiting"))
+    await served.update(nodes, "", "laptop", {**before, "spec": {}}, options)
+    freed = served.store.get(nodes.key, ("", "laptop"))
+    assert list(node.keys_of(store.Change(2, nodes.key, "MODIFIED", freed, before))) == [key]
+    await node.reconcile(key)
+
+    message = kept["status"]["conditions"][0]["message"]
+    assert message == "0/1 nodes are available: 1 node(s) were unschedulable."
+    assert served.store.get(PODS, ("default", "waiting"))["spec"]["nodeName"] == "laptop"
+
+
 async def test_data_of_a_claim_goes_with_it(served, tmp_path):
     node, changes = make_node(served), []
     node._node.folder = tmp_path
@@ -332,7 +361,7 @@ async def runner(tmp_path):
         made = pod_runner.PodRunner.__new__(pod_runner.PodRunner)
         made.pod, made.folder, made.address, made.is_stopping = make_pod(), tmp_path, "", False
         made.states, made.inits = [pods.ContainerState(MAIN)], []
-        made._children, made._sandbox, made._mounted = {}, None, []
+        made._children, made._sandbox = {}, None
         made._node = types.SimpleNamespace(
             running=running, clock=clocks.VirtualClock(), folder=tmp_path, pod_path="",
             environ=lambda pod: {}, backoff_s=1.0,
@@ -341,6 +370,7 @@ async def runner(tmp_path):
         made._volumes = pod_volumes.PodVolumes(
             tmp_path, tmp_path, lambda *names: made._lookup(*names)
         )
+        (tmp_path / "volumes").mkdir()
         made._hooked, made.warnings = set(), []
         made._warn = _note_warning(made.warnings)
         made.written = []
@@ -562,7 +592,7 @@ async def test_sidecar_starts_before_the_other_containers_and_ends_after_them(ru
         pass
 
     runner._start, runner._open_sandbox_in_time = start, open_sandbox
-    side = {"name": "side", "image": "x:1", "command": ["true"], "restartPolicy": "Always"}
+    side = {**MAIN, "name": "side", "command": ["true"], "restartPolicy": "Always"}
     runner.inits = [pods.ContainerState({**side, "startupProbe": {"exec": {"command": ["true"]}}})]
     runner.states = [pods.ContainerState({**MAIN, "command": ["true"]})]
     runner.pod["spec"] |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
@@ -666,7 +696,7 @@ def test_fields_of_the_pod_are_files_of_a_volume(runner):
         {"name": "parts", "projected": {"sources": [{"downwardAPI": {"items": items[:1]}}]}},
     ]
     runner._volumes.make(runner.pod)
-    runner._mounted = [(runner.folder / "volumes/own", "/own")]
+    runner._volumes._mounts = [(runner.folder / "volumes/own", "/own")]
     own = runner.folder / "volumes/own"
     names = ("name", "labels", "b", "of/memory", "../parts/name")
 
@@ -684,7 +714,7 @@ async def test_changed_config_map_is_written_to_the_volumes_of_running_pods(serv
     served.store.put(PODS, make_pod("elsewhere", namespace="other"))
     changes, metadata = [], {"namespace": "default", "name": "words"}
     served.store.subscribe(changes.append)
-    runner._mounted = [(runner.folder / "volumes/words", "/words")]
+    runner._volumes._mounts = [(runner.folder / "volumes/words", "/words")]
     runner.pod["spec"]["volumes"] = [{"name": "words", "configMap": {"name": "words"}}]
     runner._lookup = lambda kind, name: served.find("v1", kind, "default", name)
     seen = []

@@ -6,18 +6,16 @@ cause a change nor hinder one. `ScalingHistory` follows the stabilization window
 """
 
 import asyncio
-import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.testing.kube import (
     api,
     builtin_rules,
+    container_usage,
     metadata,
     pods,
     resources,
@@ -154,14 +152,14 @@ class PodMetrics:
             self._measure()
 
     def _measure(self) -> None:
-        now, processes = self._clock.now(), _read_processes()
+        now, processes = self._clock.now(), container_usage.read_processes()
         before, window_s = self._cpu_s, max(now - self._measured_at, 1e-3)
         self._cpu_s, self._measured_at = {}, now
         for pod in self._store.list_items(("", "pods")):
             meta = pod["metadata"]
             containers = []
             for name, pid in self._processes_of(pod).items():
-                cpu_s, num_bytes = _sum_usage(pid, processes)
+                cpu_s, num_bytes = container_usage.sum_usage(pid, processes)
                 self._cpu_s[meta["uid"], name] = cpu_s
                 earlier_s = before.get((meta["uid"], name))
                 if earlier_s is not None:
@@ -190,29 +188,6 @@ class PodMetrics:
             return None
         amounts = [entry["usage"].get(resource) for entry in item["containers"]]
         return None if None in amounts else float(sum(map(builtin_rules.parse_quantity, amounts)))
-
-
-def _read_processes() -> dict[int, tuple[int, float, int]]:
-    """Return parent, seconds of CPU with those of children that ended, and resident bytes of each process."""
-    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    processes = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
-            fields = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-            cpu_s = sum(map(int, fields[11:15])) / ticks
-            processes[int(folder.name)] = int(fields[1]), cpu_s, int(fields[21]) * page
-    return processes
-
-
-def _sum_usage(root: int, processes: dict[int, tuple[int, float, int]]) -> tuple[float, int]:
-    """Return seconds of CPU and resident bytes of a process and all below it."""
-    cpu_s, num_bytes, family = 0.0, 0, {root}
-    for pid in sorted(processes):  # children have higher numbers, but where numbers began anew
-        parent, own_s, resident = processes[pid]
-        if pid in family or parent in family:
-            family.add(pid)
-            cpu_s, num_bytes = cpu_s + own_s, num_bytes + resident
-    return cpu_s, num_bytes
 
 
 class Autoscalers(workloads.Workload):

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
 _WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostNetwork", "nodeSelector",
                    "topologySpreadConstraints")  # fmt: skip
+_WITHOUT_CONTROLLER = ("cronjobs", "daemonsets")
+_NOT_ENFORCED = ("limitranges", "networkpolicies", "poddisruptionbudgets", "resourcequotas")
 _DEADLINE_S = 600  # of a deployment's progress, the default
 _LAST_PORT = 65_535
 _FIXED_POD = (
@@ -76,6 +79,10 @@ def check(
 def notices(resource: resources.ApiResource, item: Object) -> Iterator[str]:
     """Yield what an object asks for that this cluster does not do, unlike a real one."""
     spec = item.get("spec") or {}
+    if resource.plural in _WITHOUT_CONTROLLER:
+        yield "spec: no pods are made of it on this cluster"
+    if resource.plural in _NOT_ENFORCED:
+        yield "spec: is not enforced on this cluster"
     if resource.key == ("", "services") and spec.get("type") in builtin_rules.EXPOSED:
         yield "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
     if spec.get("progressDeadlineSeconds", _DEADLINE_S) != _DEADLINE_S:
@@ -91,6 +98,16 @@ def _pod_notices(spec: Object, path: str) -> Iterator[str]:
     for name in _WITHOUT_EFFECT:
         if spec.get(name):
             yield f"{path}.{name}: has no effect on this cluster"
+    contexts = {path: spec} | {
+        f"{path}.{field}[{n}]": container
+        for field in ("initContainers", "containers")
+        for n, container in enumerate(spec.get(field) or ())
+    }
+    for place, item in contexts.items():
+        context = item.get("securityContext") or {}
+        for name in ("privileged", "readOnlyRootFilesystem", "runAsUser", "runAsGroup"):
+            if context.get(name) not in (None, False, os.geteuid()):
+                yield f"{place}.securityContext.{name}: has no effect on this cluster"
     yield from pod_volumes.notices(spec, path)
 
 

@@ -159,6 +159,7 @@ async def run_cluster(
                     stack, running, running_cluster, authority, backoff_s, pod_path
                 )
                 await node.register()
+                running.start("memory of pods", node.watch_memory())
                 control.register(node)
                 control.register(node.names)
                 front.pod_handler = node.serve_pod

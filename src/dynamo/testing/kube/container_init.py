@@ -13,7 +13,7 @@ import sys
 
 _CLONE_NEWNS, _CLONE_NEWPID = 0x20000, 0x20000000
 _PR_SET_PDEATHSIG = 1
-_MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
+_MS_NOSUID_NODEV_NOEXEC, _MS_BIND = 2 | 4 | 8, 0x1000
 _PASSED_ON = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -24,9 +24,9 @@ _PASSED_ON = (
 )
 
 
-def command(argv: list[str]) -> list[str]:
-    """Return the command line of this script for a container's program."""
-    return [sys.executable, "-I", "-S", __file__, *argv]
+def command(argv: list[str], mount: tuple[object, str]) -> list[str]:
+    """Return the command line of this script for a container's program, with one mount for it alone."""
+    return [sys.executable, "-I", "-S", __file__, *map(str, mount), *argv]
 
 
 def first_process(pid: int) -> int | None:
@@ -40,11 +40,12 @@ def first_process(pid: int) -> int | None:
     return int(numbers[0]) if is_inside else None
 
 
-def main(argv: list[str]) -> None:
+def main(source: str, target: str, *argv: str) -> None:
     """Run the program in a namespace of its own; end as it ends."""
     library = ctypes.CDLL(None)
     if library.unshare(_CLONE_NEWPID | _CLONE_NEWNS):
         os.execvp(argv[0], argv)
+    library.mount(source.encode(), target.encode(), None, _MS_BIND, None)
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until they can be passed on
     first = os.fork()
     if first:
@@ -72,4 +73,4 @@ def _end_as(child: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

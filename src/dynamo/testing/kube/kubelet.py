@@ -11,8 +11,10 @@ from typing import Any, BinaryIO, cast
 
 from dynamo.testing.kube import (
     api,
+    builtin_checks,
     builtin_rules,
     calls,
+    container_usage,
     failures,
     metadata,
     pod_runner,
@@ -24,10 +26,12 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _PODS = ("", "pods")
+_NODES = ("", "nodes")
 _CLAIMS = ("", "persistentvolumeclaims")
 _SOURCES = (("", "configmaps"), ("", "secrets"))  # of volumes
 _NAME = "laptop"
 _FOLLOW_S = 0.2
+_MEMORY_S = 1.0  # between two looks at the memory of containers
 _PIECE_BYTES = 2**16
 _CONDITIONS = (
     ("Ready", "True", "KubeletReady"),
@@ -98,6 +102,15 @@ class Kubelet:
         options = api.WriteOptions(manager="kubelet", subresource="status")
         await self._api.patch(nodes, "", _NAME, api.MERGE_PATCH, {"status": status}, options)
 
+    async def watch_memory(self) -> None:
+        """Kill containers that hold more memory than their limit."""
+        while True:
+            await self._node.clock.sleep(_MEMORY_S)
+            limited = [runner for runner in self._runners.values() if runner.has_memory_limit]
+            processes = container_usage.read_processes() if limited else {}
+            for runner in limited:
+                runner.kill_oversized(processes)
+
     def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the pod or claim that changed, and the pods that a change of another object may concern."""
         if change.table in _SOURCES and change.type != "DELETED":
@@ -106,9 +119,9 @@ class Kubelet:
             )
         if change.table == _PODS or (change.table == _CLAIMS and change.type == "DELETED"):
             yield _key(change.item)
-        if change.table != _PODS:
-            return
-        if change.type == "DELETED" or _has_ended(change.item):
+        if change.table == _NODES or (
+            change.table == _PODS and (change.type == "DELETED" or _has_ended(change.item))
+        ):
             for pod in self._api.store.list_items(_PODS):
                 if not pod["spec"].get("nodeName"):
                     yield _key(pod)
@@ -133,6 +146,8 @@ class Kubelet:
             elif uid not in self._endings:
                 await self._remove(pod)
         elif runner is None and not _has_ended(pod):
+            if notices := "; ".join(builtin_checks.notices(self._resource("pods"), pod)):
+                await self.warn(pod, "FieldsWithoutEffect", notices)
             self._runners[uid] = pod_runner.PodRunner(
                 pod,
                 self._node,
@@ -149,8 +164,10 @@ class Kubelet:
         meta = pod["metadata"]
         if meta.get("deletionTimestamp") or pod["spec"].get("schedulingGates"):
             return
-        lacking = self._lacking(pod)
-        if not lacking:
+        obstacles = [f"Insufficient {name}" for name in self._lacking(pod)]
+        if (self._api.store.get(_NODES, ("", _NAME)) or {}).get("spec", {}).get("unschedulable"):
+            obstacles.insert(0, "node(s) were unschedulable")
+        if not obstacles:
             await self._api.bind(meta["namespace"], meta["name"], _NAME)
             await self.tell(
                 pod,
@@ -158,7 +175,7 @@ class Kubelet:
                 f"Successfully assigned {meta['namespace']}/{meta['name']} to {_NAME}",
             )
             return
-        text = f"0/1 nodes are available: 1 Insufficient {', 1 Insufficient '.join(lacking)}."
+        text = f"0/1 nodes are available: 1 {', 1 '.join(obstacles)}."
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text,
                      "lastTransitionTime": metadata.timestamp()}  # fmt: skip
         before = (pod.get("status") or {}).get("conditions") or [{}]

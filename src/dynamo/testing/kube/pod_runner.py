@@ -18,6 +18,7 @@ from dynamo.base import tasks
 from dynamo.launch import children, guard
 from dynamo.testing.kube import (
     container_init,
+    container_usage,
     metadata,
     pod_network,
     pod_volumes,
@@ -30,7 +31,6 @@ Object = dict[str, Any]
 _LAST_BACKOFF_S = 300.0
 _STABLE_S = 600.0
 _POLL_S = 0.02
-_MESSAGE_BYTES = 2048
 _RETRY_S = 2.0
 _LOG_CHECK_S = 10.0
 _MAX_LOG_BYTES = 64 * 2**20
@@ -87,7 +87,6 @@ class PodRunner:
         self._children: dict[str, children.Child] = {}
         self._hooked: set[str] = set()  # containers with a preStop hook that was run
         self._sandbox: children.Child | None = None
-        self._mounted: list[tuple[Path, str]] = []  # volumes and their places
         self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
 
     def log_path(self, container: str, *, is_previous: bool = False) -> Path:
@@ -140,7 +139,7 @@ class PodRunner:
 
     async def _open_sandbox(self) -> None:
         """Prepare volumes, and start the process that holds the pod's namespaces."""
-        self._mounted = mounts = self._volumes.make(self.pod)
+        mounts = self._volumes.make(self.pod)
         if not self._node.network.is_isolated:
             self.address = await self._node.network.attach(0)
             return
@@ -155,7 +154,7 @@ class PodRunner:
         of_host = [source for source, _ in mounts if not source.is_relative_to(self.folder)]
         lines += pod_network.private_folders(own, [*self._shared_folders(), *of_host])
         for source, target in mounts:
-            self._make_mount_point(Path(target), is_folder=source.is_dir())
+            self._node.made_folders.extend(pod_volumes.make_mount_point((source, target)))
             if self._node.folder.is_relative_to(target):  # stays visible below a volume at /tmp
                 inner = source / self._node.folder.relative_to(target)
                 inner.mkdir(parents=True, exist_ok=True)
@@ -181,21 +180,9 @@ class PodRunner:
         mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
         return [self._node.folder, *map(Path, (*of_hub, *mounted))]
 
-    def _make_mount_point(self, target: Path, *, is_folder: bool) -> None:
-        missing = [target, *target.parents]
-        for level in reversed(missing):
-            if not level.exists():
-                try:
-                    level.touch() if level == target and not is_folder else level.mkdir()
-                except OSError as error:
-                    text = f"mountPath {target} cannot be made: {error.strerror}; make it, or choose another"
-                    raise OSError(text) from error
-                self._node.made_folders.append(level)
-
     def refresh_volumes(self) -> None:
         """Write what has changed in volumes with content of objects; what has gone stays there."""
-        if self._mounted:
-            self._volumes.refresh(self.pod)
+        self._volumes.refresh(self.pod)
 
     def _inside(self, command: list[str], container: Object | None = None) -> list[str]:
         """Return a command that runs in the pod's namespaces, and among the processes of a container if it runs."""
@@ -244,10 +231,7 @@ class PodRunner:
         """Replace paths of volumes by their folders, and all addresses by the pod's, where it has no namespaces."""
         if self._sandbox is not None:
             return text
-        for source, target in self._mounted:
-            if text == target or text.startswith(f"{target}/"):
-                return str(source) + text.removeprefix(target)
-        return text.replace("0.0.0.0", self.address)
+        return self._volumes.relocate(text) or text.replace("0.0.0.0", self.address)
 
     async def _run_container(self, state: pods.ContainerState, *, is_init: bool = False) -> None:
         policy = state.spec.get("restartPolicy") or self.pod["spec"]["restartPolicy"]
@@ -266,10 +250,14 @@ class PodRunner:
                 await clock.sleep(_RETRY_S)
                 continue
             reason = "Completed" if exit_code == 0 else "Error"
-            state.is_ready = state.is_started = False
+            if state.is_out_of_memory:
+                reason = "OOMKilled"
+            state.is_ready = state.is_started = state.is_out_of_memory = False
             times = {"startedAt": began, "finishedAt": metadata.timestamp()}
-            terminated = {"exitCode": exit_code, "reason": reason, **times}
-            state.state = {"terminated": terminated | self._last_words(state.spec, exit_code)}
+            log = self.log_path(state.spec["name"])
+            words = self._volumes.read_last_words(state.spec, log, has_failed=exit_code != 0)
+            terminated = {"exitCode": exit_code, "reason": reason, **times, **words}
+            state.state = {"terminated": terminated}
             is_final = policy == "Never" or (exit_code == 0 and (is_init or policy == "OnFailure"))
             if is_init and exit_code == 0:
                 state.is_ready = True
@@ -287,14 +275,18 @@ class PodRunner:
                 await clock.sleep(delay_s)
                 delay_s = min(delay_s * 2, _LAST_BACKOFF_S)
 
-    def _last_words(self, container: Object, exit_code: int) -> Object:
-        """Return the end of a failed container's log as its message, if it asks for that."""
-        if not exit_code or container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
-            return {}
-        with self.log_path(container["name"]).open("rb") as log:
-            log.seek(-min(_MESSAGE_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
-            text = log.read().decode(errors="replace")
-        return {"message": text} if text else {}
+    @property
+    def has_memory_limit(self) -> bool:
+        """Return True if a container may hold only so much memory."""
+        return any(state.memory_limit < math.inf for state in (*self.inits, *self.states))
+
+    def kill_oversized(self, processes: container_usage.Processes) -> None:
+        """Kill each container whose processes hold more memory than its limit."""
+        for state in (*self.inits, *self.states):
+            child = self._children.get(state.spec["name"])
+            if child and container_usage.is_beyond(child.pid, processes, state.memory_limit):
+                state.is_out_of_memory = True
+                child.signal(signal.SIGKILL)
 
     async def _run_once(
         self, state: pods.ContainerState, began: str, *, is_init: bool
@@ -302,7 +294,12 @@ class PodRunner:
         """Run a container until it ends; return its exit code, or None if it could not be started yet."""
         try:
             argv, environ = self._command(state.spec)
-            first = self._inside(container_init.command(argv))
+            message = self._volumes.message_file(state.spec)
+            message[0].write_bytes(b"")
+            if self._sandbox is not None:
+                with contextlib.suppress(OSError):  # only root may make one in /dev
+                    self._node.made_folders.extend(pod_volumes.make_mount_point(message))
+            first = self._inside(container_init.command(argv, message))
             child = await self._start(state.spec["name"], first, environ)
         except (pods.MissingReference, OSError, ValueError) as error:  # ValueError: a NUL in it
             kind = "Config" if isinstance(error, pods.MissingReference) else ""

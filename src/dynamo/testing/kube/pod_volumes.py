@@ -1,6 +1,7 @@
 """The content of a pod's volumes that comes from other objects, or from the pod itself, as files of a folder."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ _WRITTEN = frozenset(("configMap", "secret", "projected", "downwardAPI"))
 _KINDS = _WRITTEN | {"emptyDir", "hostPath", "persistentVolumeClaim"}
 _PROJECTED = frozenset(("configMap", "secret", "downwardAPI"))
 _READ_ONLY = 0o644
+_MESSAGE_BYTES, _LOG_BYTES = 4096, 2048  # of messages, and of logs that stand for them
+Mount = tuple[Path, str]  # what the node has, and where a pod sees it
 
 
 class PodVolumes:
@@ -22,8 +25,9 @@ class PodVolumes:
         self._folder = folder / "volumes"
         self._claims = node_folder / "claims"
         self._lookup = lookup
+        self._mounts: list[Mount] = []
 
-    def make(self, pod: Object) -> list[tuple[Path, str]]:
+    def make(self, pod: Object) -> list[Mount]:
         """Write the content of volumes; return what is to be mounted where. Raises MissingReference."""
         spec = pod["spec"]
         sources = {each["name"]: self._make_volume(each, pod) for each in spec.get("volumes") or ()}
@@ -35,14 +39,38 @@ class PodVolumes:
                     if not sub_path.exists():
                         sub_path.mkdir(parents=True)
                     mounts[mount["mountPath"].rstrip("/")] = sub_path
-        return [
+        self._mounts = [
             (source, target) for target, source in sorted(mounts.items()) if target != "/dev/shm"
         ]
+        return self._mounts
+
+    def relocate(self, path: str) -> str | None:
+        """Return where the node has what the pod sees at a path, or None for a path in no volume."""
+        for source, target in self._mounts:
+            if path == target or path.startswith(f"{target}/"):
+                return str(source) + path.removeprefix(target)
+        return None
+
+    def message_file(self, container: Object) -> Mount:
+        """Return the file in which a container says why it ends, and where the container is to see it."""
+        path = container["terminationMessagePath"]
+        return Path(self.relocate(path) or self._folder / f"..{container['name']}"), path
+
+    def read_last_words(self, container: Object, log: Path, *, has_failed: bool) -> Object:
+        """Return what a container has said of its end or, if it failed and asks for that, the end of its log."""
+        with self.message_file(container)[0].open("rb") as file:
+            text = file.read(_MESSAGE_BYTES).decode(errors="replace")
+        is_fallback = container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+        if has_failed and is_fallback and not text:
+            with log.open("rb") as file:
+                file.seek(-min(_LOG_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                text = file.read().decode(errors="replace")
+        return {"message": text} if text else {}
 
     def refresh(self, pod: Object) -> None:
-        """Write what has changed of the objects in volumes; what has gone stays there."""
+        """Write what has changed of the objects in volumes that are mounted; what has gone stays there."""
         for volume in pod["spec"].get("volumes") or ():
-            if volume.keys() & _WRITTEN:
+            if self._mounts and volume.keys() & _WRITTEN:
                 with contextlib.suppress(pods.MissingReference):
                     self._make_volume(volume, pod)
 
@@ -76,6 +104,21 @@ class PodVolumes:
         if item is None and not source.get("optional"):
             raise pods.MissingReference(f'{kind.lower()} "{name}" not found')
         return pods.file_contents(item) if item is not None else {}
+
+
+def make_mount_point(mount: Mount) -> list[Path]:
+    """Make a file or folder to mount at, and return what the host lacked of its path. Raises OSError."""
+    is_folder, target = mount[0].is_dir(), Path(mount[1])
+    missing = [level for level in (*reversed(target.parents), target) if not level.exists()]
+    for level in missing:
+        try:
+            level.touch() if level == target and not is_folder else level.mkdir()
+        except OSError as error:
+            text = (
+                f"mountPath {target} cannot be made: {error.strerror}; make it, or choose another"
+            )
+            raise OSError(text) from error
+    return missing
 
 
 def _write_files(folder: Path, content: Mapping[str, bytes], source: Object, key: str) -> None:

@@ -56,6 +56,17 @@ class ContainerState:
     is_started: bool = False
     state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
     last_state: Object = field(default_factory=dict)
+    is_out_of_memory: bool = False  # it was killed for that, in this run
+
+    @property
+    def memory_limit(self) -> float:
+        """Return the most bytes that it may hold, or infinity."""
+        limits = (self.spec.get("resources") or {}).get("limits") or {}
+        return (
+            float(builtin_rules.parse_quantity(limits["memory"]))
+            if "memory" in limits
+            else math.inf
+        )
 
     @property
     def is_sidecar(self) -> bool:

@@ -36,7 +36,8 @@ _COLUMNS = {
     "events": "Last_Seen Type Reason Object !Subobject !Source Message !First_Seen !Count !Name",
     "customresourcedefinitions": "Name Created_At",
 }
-_TYPES = {
+_TYPES: dict[str | tuple[str, str], str] = {
+    ("replicasets", "Ready"): "integer",
     **dict.fromkeys(
         ("Up-to-date", "Available", "Desired", "Current", "Data", "Secrets"), "integer"
     ),
@@ -119,13 +120,17 @@ def columns_of(resource: resources.ApiResource) -> list[Object]:
     return [
         {
             "name": name.lstrip("!").replace("_", " "),
-            "type": _TYPES.get(name, "string"),
+            "type": _type_of(resource.plural, name),
             "format": "name" if name.lstrip("!") == "Name" else "",
             "description": "",
             "priority": 1 if name.startswith("!") else 0,
         }
         for name in names
     ]
+
+
+def _type_of(plural: str, column: str) -> str:
+    return _TYPES.get((plural, column)) or _TYPES.get(column, "string")
 
 
 def _cells(resource: resources.ApiResource, item: Object) -> list[Any]:
@@ -193,7 +198,8 @@ def _cell(plural: str, column: str, item: Object) -> Any:
     reader = _CELLS.get((plural, column)) or _CELLS.get(("", column))
     if isinstance(reader, str):
         value = read_json_path(item, reader)
-        return value if value is not None else 0 if _TYPES.get(column) == "integer" else "<none>"
+        is_count = _type_of(plural, column) == "integer"
+        return value if value is not None else 0 if is_count else "<none>"
     return reader(item, spec, status) if reader is not None else "<none>"
 
 

@@ -8,8 +8,6 @@ watch with bookmarks (docs/decisions/0034-kubernetes-client.md).
 A call that the cluster cannot answer now raises Unavailable and may be repeated. What it refuses is told apart by what
 the caller will do: KindMissing (install the definitions), ObjectMissing, Conflict (read again), InvalidRequest (mend
 the object), Forbidden and Unauthenticated (mend the rights). Each call has a deadline.
-
-`dynamo.testing.kube.memory_cluster` stands for a cluster in tests: a transport below this class.
 """
 
 import copy

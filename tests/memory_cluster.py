@@ -1,4 +1,4 @@
-"""The API server of this package without sockets, for tests: `MemoryCluster.connect()` gives a connection to it.
+"""The API server of `dynamo.testing.kube` without sockets: `MemoryCluster.connect()` gives a connection to it.
 
 It is the transport below `KubernetesConnection`, so the paths, bodies and errors of the connection are tested with it,
 and objects are checked as by the server that listens. No node runs pods, and no controller but the garbage collector,
