@@ -48,9 +48,9 @@ test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts 
 	@tests/install_services.sh
 	@DYN_TEST_ALL_HOST_FAULTS=1 $(BIN)/python -m pytest -q tests/host_faults $(if $(CASES),-k "$(CASES)")
 
-test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; JOBS=8 modules at a time: an hour)
+test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; JOBS=8 modules at a time: an hour; STOPPED=0.4: stop each process for so much of the time instead)
 	@tests/install_services.sh
-	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile $(TESTS)
+	@$(BIN)/python -m benchmarks.busy $(if $(STOPPED),--processes 0 --stopped $(STOPPED),--processes 8) -- $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile $(TESTS)
 
 test-properties: $(VENV)/.dev  ## look for examples, new ones each time, against which a property does not hold (minutes)
 	@tests/install_services.sh

@@ -315,7 +315,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     url = f"{frontend.url}/console/api/planner"
     ask_api = lambda **query: httpx.get(url, params=query, timeout=PATIENT_S).json()["planners"]  # noqa: E731
     with frontend.stream("Tell me a story. " * 120, max_tokens=1400, ignore_eos=True) as lines:
-        next(lines)  # the rest takes minutes, so that the load lasts for as long as the page is looked at
+        next(lines)  # the rest takes minutes: the load lasts for as long as the page is looked at
         eventually(
             lambda: ask_api()[0]["decisions"][0].get("kv_usage", 0) > 0.1, what="load in a decision"
         )
