@@ -119,6 +119,9 @@ class EndpointRouter:
         """
         router, seed = self.router, blocks.seed_of(lora_name, cache_salt)
         allowed = router.instances_with_lora(lora_name)
+        usable = self._client.usable(allowed)  # without those that could not be reached lately
+        if len(usable) < len(self._client.instances):
+            allowed = frozenset(usable)
         decision = router.scheduler.select_worker(
             packed_tokens, request_id, seed, allowed, override
         )

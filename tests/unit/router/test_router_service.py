@@ -70,6 +70,16 @@ async def test_best_worker_request_without_updates_changes_no_load(served):
     assert first.overlap_blocks == 0
 
 
+async def test_worker_that_could_not_be_reached_is_not_the_best_one(served):
+    first = await served.best(range(100))
+    served.service._workers._client.report_down(first.worker_id)
+    second = await served.best(range(100))
+    served.service._workers._client.report_down(second.worker_id)
+
+    assert second.worker_id != first.worker_id
+    assert (await served.best(range(100))).worker_id  # all are down: one of them
+
+
 async def test_counted_best_worker_request_is_load_until_free(served):
     first = await served.best(range(100), request_id="a", update_states=True)
     other = await served.best(range(1000, 1100))
