@@ -18,6 +18,8 @@ from waiting import PATIENT_S, eventually
 
 MODEL = "storyteller"
 GRACE_S = 10.0  # for a process that its test needs no more; then it is killed
+# For tests that count what becomes of requests: on a busy machine no worker is given up for its silence.
+UNHURRIED = {"DYN_REQUEST_SILENCE_SECS": "60"}
 
 
 class Process:

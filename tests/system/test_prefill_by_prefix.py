@@ -8,7 +8,7 @@ import re
 
 import httpx
 import pytest
-from deployment import MODEL
+from deployment import MODEL, UNHURRIED
 from split import prefills
 
 from waiting import PATIENT_S, eventually
@@ -87,6 +87,7 @@ class Pools:
 
 @pytest.fixture
 def pools(deployment):
+    deployment.environ |= UNHURRIED
     return Pools(deployment)
 
 

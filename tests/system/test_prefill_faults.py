@@ -11,6 +11,7 @@ import itertools
 import threading
 
 import pytest
+from deployment import UNHURRIED
 from split import (
     HOLD_S,
     MAPPED,
@@ -40,6 +41,7 @@ KILL_EVERY_S = 2
 
 @pytest.fixture
 def split(deployment):
+    deployment.environ |= UNHURRIED
     return Split(deployment, "mocker")
 
 
