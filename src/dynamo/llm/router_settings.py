@@ -96,8 +96,8 @@ class KvRouterSettings:
     def with_overrides(self, overlap_score_weight: float | None = None, **weights: Any) -> Self:
         """Return a copy with other weights; those that are None stay."""
         changed = {"overlap_score_weight": overlap_score_weight} | weights
-        given = {name: value for name, value in changed.items() if value is not None}
-        return dataclasses.replace(self, **given)
+        present = {name: value for name, value in changed.items() if value is not None}
+        return dataclasses.replace(self, **present)
 
     def routing_config(self, **further: Any) -> router_config.RoutingConfig:
         """Return these settings as those of a frontend's router, with `further` ones of its. Raises ConfigError."""
@@ -152,11 +152,11 @@ def read_override(
     settings: KvRouterSettings, weights: Mapping[str, Any] | None
 ) -> api.PolicyOverride | None:
     """Return the policy of a request with these weights in place of the router's. Raises ConfigError."""
-    given = {name: value for name, value in (weights or {}).items() if value is not None}
-    if not given:
+    present = {name: value for name, value in (weights or {}).items() if value is not None}
+    if not present:
         return None
-    refuse("router_config_override", dict.fromkeys(given.keys() - set(_OVERRIDES), True))
-    changed = dataclasses.replace(settings, **given)
+    refuse("router_config_override", dict.fromkeys(present.keys() - set(_OVERRIDES), True))
+    changed = dataclasses.replace(settings, **present)
     return router_config.make_override(changed.routing_config(), random.random)
 
 

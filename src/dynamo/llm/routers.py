@@ -304,29 +304,29 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 def read_request(fields: Mapping[str, Any]) -> tuple[generate.Request, int | None]:
     """Return the request of a service's fields, and the instance that they name. Raises InvalidRequest."""
-    given = {name: value for name, value in fields.items() if value not in (None, [], {})}
-    token_ids = given.pop("token_ids", ())
-    given = _without_none(given.pop("routing", {})) | given
-    instance_id, rank = given.pop("backend_instance_id", None), given.pop("dp_rank", None)
-    stop = _without_none(given.pop("stop_conditions", {}))
+    present = {name: value for name, value in fields.items() if value not in (None, [], {})}
+    token_ids = present.pop("token_ids", ())
+    present = _without_none(present.pop("routing", {})) | present
+    instance_id, rank = present.pop("backend_instance_id", None), present.pop("dp_rank", None)
+    stop = _without_none(present.pop("stop_conditions", {}))
     hidden = stop.pop("stop_token_ids_hidden", ())
     stop["stop_token_ids"] = [*dict.fromkeys([*stop.get("stop_token_ids", ()), *hidden])]
-    sampling = _without_none(given.pop("sampling_options", {}))
+    sampling = _without_none(present.pop("sampling_options", {}))
     if sampling.get("top_k") == -1:  # Dynamo's word for all tokens
         del sampling["top_k"]
-    values = given | {
+    values = present | {
         "stop_conditions": stop,
         "sampling_options": sampling,
-        "output_options": _without_none(given.pop("output_options", {})),
+        "output_options": _without_none(present.pop("output_options", {})),
         "data_parallel_rank": rank,
     }
-    known = {
+    kinds_by_part = {
         "request": (generate.Request, values),
         "stop_conditions": (generate.StopConditions, values["stop_conditions"]),
         "sampling_options": (generate.SamplingOptions, values["sampling_options"]),
         "output_options": (generate.OutputOptions, values["output_options"]),
     }
-    for part, (kind, content) in known.items():
+    for part, (kind, content) in kinds_by_part.items():
         if unknown := sorted(content.keys() - set(kind.__struct_fields__)):
             raise errors.InvalidRequest(f"{part}: {', '.join(unknown)} is not supported here")
     try:

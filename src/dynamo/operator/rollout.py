@@ -130,7 +130,7 @@ def plan(
 
 
 def _find_pools(
-    wanted: Replicas, old: Sequence[Generation], prefill_services: frozenset[str]
+    target_replicas: Replicas, old: Sequence[Generation], prefill_services: frozenset[str]
 ) -> Iterator[tuple[list[str], list[str]]]:
     """Yield services of the target beside those that they replace, each in the order in which they are changed.
 
@@ -139,11 +139,11 @@ def _find_pools(
     """
     old_services = {service: None for generation in old for service in generation.workers}
     for is_prefill in (False, True):
-        services = [name for name in wanted if (name in prefill_services) == is_prefill]
+        services = [name for name in target_replicas if (name in prefill_services) == is_prefill]
         former = [
             name
             for name in old_services
-            if name not in wanted and (name in prefill_services) == is_prefill
+            if name not in target_replicas and (name in prefill_services) == is_prefill
         ]
         if former:
             yield sorted(services, key=old_services.__contains__), [*former, *services]

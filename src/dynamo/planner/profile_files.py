@@ -94,7 +94,7 @@ def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:
 
 def _read_arrays(path: Path, names: Sequence[str]) -> Mapping[str, list[float]]:
     """Return the arrays of an npz file, checked. Raises ConfigError."""
-    numpy = _load_numpy()  # whose own reader would take a file of any size into memory
+    numpy = _load_numpy()  # its own reader would take a file of any size into memory
     arrays: dict[str, list[float]] = {}
     name = ""
     try:

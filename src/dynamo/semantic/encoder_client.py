@@ -56,11 +56,13 @@ class EncoderClient:
         try:
             return await call()
         except errors.WorkerLost as error:
-            others = [each for each in self._endpoint.instances if not self._endpoint.is_down(each)]
-            if not others:
+            other_ids = [
+                each for each in self._endpoint.instances if not self._endpoint.is_down(each)
+            ]
+            if not other_ids:
                 raise
             _logger.warning("another encoder process is asked, as one was lost: %s", error)
-        return await call(among=others)
+        return await call(among=other_ids)
 
 
 def make_client(runtime: component.DistributedRuntime) -> EncoderClient:

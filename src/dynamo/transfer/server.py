@@ -2,7 +2,7 @@
 
 Threads, because bulk bytes through an event loop cost twice as much, and because a blocked thread is all that a
 stalled peer can hold. The number of connections is bounded: peers keep those that they have used, so one more takes the
-place of that which has been idle longest, whose peer opens another when it needs one; where all are used, it waits for
+place of the longest idle one, and its peer opens another when it needs one; where all are used, it waits for
 a moment, and is refused then. A pending connection has seconds to authenticate, and the number of those is bounded
 separately: beyond it the oldest is dropped, so that a flood of them takes no peer's place. Each operation has the time
 limit that its client gave it.
