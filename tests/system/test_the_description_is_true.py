@@ -54,7 +54,7 @@ def keep_it_short(body):
     if isinstance(body.get("model"), str) and body["model"]:
         body["model"] = MODEL
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        if isinstance(body.get(name), int) and body[name] > 8:
+        if isinstance(body.get(name), int) and 8 < body[name] < 2**31:
             body[name] = 8
     if isinstance(body.get("n"), int) and 2 < body["n"] <= 128:
         body["n"] = 2
