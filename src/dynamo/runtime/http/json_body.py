@@ -161,7 +161,7 @@ def explain(
 ) -> str:
     """Return what is wrong with a value, at `place`, whose conversion to a type ended in this error.
 
-    For what is no body of a request, such as a file of settings. Of fields called as one of `secrets` no value is shown.
+    For what is no body of a request, such as a file of settings. Of fields in `secrets` no value is shown.
     """
     expected = msgspec.inspect.type_info(cls)
     found = _locate(expected, _adapt(expected, value, place, []), error, place)
