@@ -10,7 +10,7 @@ models are announced in discovery (`instances.WorkerStart`), so that frontends l
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -96,6 +96,7 @@ class ModelLoader:
         self._announced: dict[str, instances.WorkerStart] = {}  # by key
         self._states: dict[str, str] = {}
         self._demand: dict[str, model_turns.Demand] = {}
+        self._adapters: dict[str, Collection[str]] = {}  # that were last loaded, by model
         self._running = tasks.Tasks()
 
     async def announce(self) -> None:
@@ -126,6 +127,9 @@ class ModelLoader:
                 await self._note_phases()  # before the requests are read, so that these are newer
                 url = f"{self._options.frontend_url}/metrics"
                 page = await traffic_source.get(url)
+                for name in self._children:
+                    adapters = await traffic_source.read_adapters(self._registry, name)
+                    self._adapters[name] = adapters
                 await self._decide(parse_demand(page.decode("utf-8", "replace")))
                 await self.announce()
             except errors.DynamoError as error:
@@ -215,11 +219,9 @@ class ModelLoader:
     def _demand_of(
         self, model: LocalModel, demand_by_label: Mapping[str, model_turns.Demand]
     ) -> model_turns.Demand:
-        """Return the requests for a model under all its names; those that have lost its worker wait, too."""
-        demands = [
-            demand_by_label.get(name.lower(), model_turns.Demand())
-            for name in (model.name, *model.aliases)
-        ]
+        """Return the requests for a model and its adapters; those that have lost its worker wait, too."""
+        names = (model.name, *model.aliases, *self._adapters.get(model.name, ()))
+        demands = [demand_by_label.get(name.lower(), model_turns.Demand()) for name in names]
         num_waiting = sum(demand.num_waiting for demand in demands)
         num_running = sum(demand.num_running for demand in demands)
         if self._turns.phase_of(model.name) == "unloaded":

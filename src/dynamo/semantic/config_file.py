@@ -51,6 +51,7 @@ _FILE_ONLY = (
     *("encoders", "tools.tools_db_path"),
     *(f"semantic_cache.{key}" for key in _CACHE_FILE_ONLY),
 )
+_SECRETS = ("access_key", "password", "value")  # the last one of a header
 HIDDEN_KEY = "(set)"  # stands for a key or password where a configuration is shown
 
 
@@ -201,7 +202,8 @@ def _decode(
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)
     except msgspec.ValidationError as error:
-        raise errors.ConfigError(json_body.explain(config.SemanticConfig, tree, error)) from error
+        text = json_body.explain(config.SemanticConfig, tree, error, secrets=_SECRETS)
+        raise errors.ConfigError(text) from error
     plugins = {"": _decode_plugins(settings.default_plugins, notes, "default_plugins")}
     for number, decision in enumerate(settings.decisions):
         path = f"decisions[{number}].plugins"
@@ -375,7 +377,8 @@ def _decode_plugins(listed: list[config.Plugin], notes: list[str], place: str) -
         try:
             plugins[plugin.type] = msgspec.convert(plugin.configuration, kind)
         except msgspec.ValidationError as error:
-            text = json_body.explain(kind, plugin.configuration, error, f"{path}.configuration")
+            place = f"{path}.configuration"
+            text = json_body.explain(kind, plugin.configuration, error, place, secrets=_SECRETS)
             raise errors.ConfigError(text) from error
         info = msgspec.inspect.type_info(kind)
         unknown = _unknown_below(plugin.configuration, info, f"{path}.configuration.")

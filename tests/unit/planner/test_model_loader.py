@@ -13,13 +13,14 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.launch import children, guard
 from dynamo.planner import model_loader, model_turns, traffic_source
-from dynamo.protocols import instances
+from dynamo.protocols import instances, model_card
 from dynamo.runtime.backends import memory
 from waiting import until
 
 SLEEP = "import signal; signal.pause()"
 PAGE = """# HELP dynamo_frontend_inflight_requests Requests
 dynamo_frontend_inflight_requests{{endpoint="chat",model="m0"}} {running}
+dynamo_frontend_inflight_requests{{model="poet"}} {poet}
 dynamo_frontend_requests_waiting_for_worker{{model="m0"}} {m0}
 dynamo_frontend_requests_waiting_for_worker{{model="m1"}} {m1}
 """
@@ -29,7 +30,7 @@ class Rig:
     """Two models of 1 GB in 1.5 GB, and a frontend that says what the test says."""
 
     def __init__(self, codes, guardian):
-        self.counts = {"m0": 0, "m1": 0, "running": 0}
+        self.counts = {"m0": 0, "m1": 0, "running": 0, "poet": 0}
         self.started, self.states = [], {}
         self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         models = [
@@ -61,10 +62,19 @@ class Rig:
             on_change=self.states.update,
         )
 
-    async def register(self, number):
+    async def register(self, number, **fields):
         """Have the worker of a model serve."""
-        endpoint = instances.EndpointName("dynamo", f"model{number}", "generate")
-        await self.registry.put(f"{instances.INSTANCES}{endpoint.path}/1", b"{}")
+        name = f"m{number}"
+        instance = instances.Instance(
+            namespace="dynamo", component=f"model{number}", endpoint="generate",
+            instance_id=1, transport={},
+        )  # fmt: skip
+        card = model_card.ModelCard(
+            display_name=name, source_path=name, context_length=99, kv_cache_block_size=16, **fields
+        )
+        key, record = card.record_for(instance)
+        await self.registry.put(key, msgspec.json.encode(record))
+        await self.registry.put(instance.key, b"{}")
 
     until = staticmethod(until)
 
@@ -117,6 +127,16 @@ async def test_two_requests_start_one_worker(make):
     assert rig.started == ["m0"]
 
 
+async def test_requests_for_an_adapter_are_requests_for_its_model(make):
+    rig = await make(SLEEP, SLEEP)
+    rig.counts["m0"] = 1
+    await rig.until(lambda: rig.started == ["m0"])
+    await rig.register(0, lora_names=("Poet",))
+    rig.counts.update(m0=0, poet=3)
+
+    await rig.until(lambda: rig.states["m0"] == "loaded, 3 running")
+
+
 async def test_model_leaves_for_another_one_after_its_stay(make, monkeypatch):
     monkeypatch.setattr(model_turns, "MIN_STAY_S", 0.3)
     rig = await make(SLEEP, SLEEP)
@@ -149,7 +169,7 @@ async def test_loader_goes_on_after_a_frontend_that_did_not_answer(make, monkeyp
         tries.append(url)
         if len(tries) < 3:
             raise errors.Unavailable("no answer")
-        return PAGE.format(m0=1, m1="NaN", running=0).encode()
+        return PAGE.format(m0=1, m1="NaN", running=0, poet=0).encode()
 
     monkeypatch.setattr(traffic_source, "get", get)
     await rig.until(lambda: rig.started == ["m0"])

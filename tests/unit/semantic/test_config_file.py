@@ -450,3 +450,27 @@ def test_keyword_rule_that_never_holds_is_noted(keywords):
     notes = parse(f"keyword_rules: [{{name: a, {keywords}}}]").notes
 
     assert notes == ("keyword_rules.a: it has no keywords, and never holds",)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('model_config: {a: {access_key: "s3cret\\n"}}', "model_config.a.access_key"),
+        ("model_config: {a: {access_key: [s3cret]}}", "model_config.a.access_key"),
+        (
+            'default_plugins: [{type: header_mutation, configuration: {add: [{name: a, value: "s3cret\\n"}]}}]',
+            "default_plugins[0].configuration.add[0].value",
+        ),
+        (
+            "semantic_cache: {milvus: {connection: {auth: {password: 53}}}}",
+            "semantic_cache.milvus.connection.auth.password",
+        ),
+    ],
+)
+def test_wrong_key_or_password_is_not_shown(text, path):
+    """Whoever reads the log, or asks for the last error over HTTP, need not know it."""
+    refusal = refusal_of(text)
+
+    assert refusal.startswith(f"{path}: expected a string")
+    assert "s3cret" not in refusal
+    assert "53" not in refusal

@@ -7,7 +7,7 @@ looked up both in the types (what was expected) and in the value (what came).
 """  # decider
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -151,13 +151,22 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
     return value
 
 
-def explain(cls: type[msgspec.Struct], value: Any, error: Exception, place: str = "") -> str:
+def explain(
+    cls: type[msgspec.Struct],
+    value: Any,
+    error: Exception,
+    place: str = "",
+    *,
+    secrets: Collection[str] = (),
+) -> str:
     """Return what is wrong with a value, at `place`, whose conversion to a type ended in this error.
 
-    For what is no body of a request, such as a file of settings.
+    For what is no body of a request, such as a file of settings. Of fields in `secrets` no value is shown.
     """
     expected = msgspec.inspect.type_info(cls)
-    return str(_locate(expected, _adapt(expected, value, place, []), error, place))
+    found = _locate(expected, _adapt(expected, value, place, []), error, place)
+    is_secret = (found.param or "").rpartition(".")[2] in secrets
+    return str(found).partition(", got ")[0] if is_secret else str(found)
 
 
 def _locate(
