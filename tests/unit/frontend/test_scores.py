@@ -51,9 +51,12 @@ async def test_scores_have_the_form_of_vllm(rig, path):
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "completion_tokens": 0}
 
 
-async def test_texts_may_have_the_later_names_of_vllm(rig):
+@pytest.mark.parametrize(
+    "names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+async def test_texts_may_have_the_later_names_of_vllm(rig, names):
     texts = {"text_1": ["a", "bcd"], "text_2": ["abc", "d"]}
-    renamed = {"queries": texts["text_1"], "documents": texts["text_2"]}
+    renamed = dict(zip(names, texts.values(), strict=True))
     told, same = [
         (await rig.client.post("/v1/score", json={"model": "e", **fields})).json()
         for fields in (texts, renamed)

@@ -24,6 +24,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 _Texts = str | list[str]
+_PAIRS = (
+    ("text_1", "text_2"),
+    ("data_1", "data_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+)
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +38,11 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     text_1: _Texts | None = None
     text_2: _Texts | None = None
-    queries: _Texts | None = None  # vLLM's later names of the same
+    data_1: _Texts | None = None  # vLLM's later names of the same
+    data_2: _Texts | None = None
+    queries: _Texts | None = None
     documents: _Texts | None = None
+    items: _Texts | None = None
     user: str | None = None
     truncate_prompt_tokens: Literal[-1] | None = None  # refused, unless it cuts nothing that fits
 
@@ -43,17 +52,22 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def sides(self) -> tuple[str, str]:
         """The names of the two fields with the texts."""
-        return ("text_1", "text_2") if self.queries is None else ("queries", "documents")
+        return next((pair for pair in _PAIRS if pair == self._given_fields), _PAIRS[0])
+
+    @property
+    def _given_fields(self) -> tuple[str, ...]:
+        names = dict.fromkeys(name for pair in _PAIRS for name in pair)
+        return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
     def first_texts(self) -> list[str]:
         """The texts of the first side."""
-        return _list_texts(self.text_1 if self.queries is None else self.queries)
+        return _list_texts(getattr(self, self.sides[0]))
 
     @property
     def second_texts(self) -> list[str]:
         """The texts of the second side."""
-        return _list_texts(self.text_2 if self.queries is None else self.documents)
+        return _list_texts(getattr(self, self.sides[1]))
 
     @property
     def prompts(self) -> list[str]:
@@ -77,12 +91,9 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
         first, second = self.sides
-        names = ("text_1", "text_2", "queries", "documents")
-        fields = [name for name in names if getattr(self, name) is not None]
-        if fields != [first, second]:
-            raise embeddings.wrong_input(
-                first, "text_1 and text_2, or queries and documents", ", ".join(fields) or "none"
-            )
+        if self._given_fields != self.sides:
+            pairs, fields = map(" and ".join, _PAIRS), ", ".join(self._given_fields)
+            raise embeddings.wrong_input(first, ", or ".join(pairs), fields or "none")
         embeddings.check_prompts(self.first_texts, first)
         embeddings.check_prompts(self.second_texts, second)
         num_first, num_second = len(self.first_texts), len(self.second_texts)
