@@ -6,6 +6,7 @@ import os
 import pathlib
 import pwd
 import re
+import signal
 import subprocess
 import sys
 from unittest import mock
@@ -95,6 +96,23 @@ def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):
     _, page, _ = run(monkeypatch, capsys, "--help")
 
     assert max(map(len, page.splitlines()[2:])) == 40  # behind the line of the usage
+
+
+def test_interrupt_while_the_command_is_loaded_leaves_no_trace():
+    program = """
+import os, runpy, signal, sys
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dynamo.base.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+sys.argv = ["dynamo", "ps"]
+runpy.run_module("dynamo.cli", run_name="__main__")
+"""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_user_without_a_home_is_told_so(monkeypatch, capsys):
