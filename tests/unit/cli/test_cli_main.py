@@ -98,6 +98,17 @@ def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):
     assert max(map(len, page.splitlines()[2:])) == 40  # behind the line of the usage
 
 
+@pytest.mark.parametrize("content", [b"a: b: c", b"\xff\xfe", b"[" * 100_000])
+def test_manifests_that_cannot_be_read_are_one_sentence(monkeypatch, capsys, tmp_path, content):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content)
+    code, _, err = run(monkeypatch, capsys, "kube", "convert", str(path))
+
+    assert code == 2
+    assert err.startswith(f"dynamo: {path}: expected manifests in YAML: ")
+    assert err.count("\n") == 1
+
+
 def test_interrupt_while_the_command_is_loaded_leaves_no_trace():
     program = """
 import os, runpy, signal, sys
