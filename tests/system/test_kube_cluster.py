@@ -619,13 +619,22 @@ def test_container_gets_the_signal_to_end_and_its_status_is_kept(node):
 
 @pytest.mark.parametrize(
     ("path", "code"),
-    [("/dev/termination-log", 3), ("/dev/termination-log", 0), ("/data/last-words", 0)],
+    [
+        ("/dev/termination-log", 3),
+        ("/dev/termination-log", 0),
+        ("/data/last-words", 0),
+        ("/data/sub/last-words", 3),
+    ],
 )
 def test_container_says_in_a_file_why_it_ended(node, path, code):
     container = {
         "name": "main",
         "image": "python:3.11",
-        "command": ["sh", "-c", f"echo farewell > {path}; echo bye; exit {code}"],
+        "command": [
+            "sh",
+            "-c",
+            f"test ! -s {path} && echo farewell > {path}; echo bye; exit {code}",
+        ],
         "terminationMessagePath": path,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],

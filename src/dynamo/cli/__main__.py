@@ -1,6 +1,16 @@
-"""`python -m dynamo.cli`: the `dynamo` command, where its script is not on the path."""
+"""The script `dynamo`, and `python -m dynamo.cli`: Ctrl-C ends it without a trace while its modules are loaded."""
 
-from dynamo.cli import main
+import importlib
+import signal
+
+
+def main() -> None:
+    """Run the command and exit."""
+    former = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    command = importlib.import_module("dynamo.cli.main")
+    signal.signal(signal.SIGINT, former)
+    command.main()
+
 
 if __name__ == "__main__":
-    main.main()
+    main()

@@ -20,7 +20,8 @@ def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     except OSError as error:
         raise errors.ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
+        reason = " ".join(str(error).split())
+        raise errors.ConfigError(f"{file}: expected manifests in YAML: {reason}") from error
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")
     return [manifest_forms.convert(document) for document in documents]

@@ -233,12 +233,12 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
     identity.check_namespace(f"{graph.dynamo_namespace}{suffix}")
     autoscaled = find_autoscaled(graph, generations, target, observed)
     wanted = {name: autoscaled.get(name, graph.replicas[name]) for name in graph.workers}
-    former_specs = {
+    specs = {
         service: api_types.read_spec(existing, api_types.ComponentSpec)
         for entry in generations
         for service, existing in entry.components.items()
-    }
-    specs = {**former_specs, **{name: graph.services[name] for name in graph.workers}}
+        if service not in wanted
+    } | {name: graph.services[name] for name in graph.workers}
     planned = rollout.plan(
         wanted,
         [count_workers(graph, entry, observed, target) for entry in generations],

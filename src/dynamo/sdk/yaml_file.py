@@ -28,6 +28,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(content: Any) -> str:
-    """Return a document as YAML, with keys in their order."""
-    text: str = yaml.safe_dump(content, sort_keys=False, width=120)
+    """Return a JSON value as YAML, with keys in their order, and without anchors for parts that stand twice."""
+    copied = json.loads(json.dumps(content))
+    text: str = yaml.safe_dump(copied, sort_keys=False, width=120)
     return text

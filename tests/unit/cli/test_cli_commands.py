@@ -182,9 +182,12 @@ def test_deployment_of_a_tag_is_written_with_its_services(home, capsys):
     tag = build(capsys)
     options = deployment.DeployConfig(pipeline=tag, name="hello", dry_run=True)
     assert deployment.deploy(options) == 0
-    written = yaml.safe_load(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    written = yaml.safe_load(text)
     services = written["spec"]["services"]
     container = services["Backend"]["extraPodSpec"]["mainContainer"]
+
+    assert "&" not in text  # anchors are hard to read and to change
 
     assert (written["apiVersion"], written["kind"]) == (deployment.API_VERSION, deployment.KIND)
     assert written["metadata"] == {"name": "hello"}

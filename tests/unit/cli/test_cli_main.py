@@ -6,6 +6,7 @@ import os
 import pathlib
 import pwd
 import re
+import signal
 import subprocess
 import sys
 from unittest import mock
@@ -95,6 +96,34 @@ def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):
     _, page, _ = run(monkeypatch, capsys, "--help")
 
     assert max(map(len, page.splitlines()[2:])) == 40  # behind the line of the usage
+
+
+@pytest.mark.parametrize("content", [b"a: b: c", b"\xff\xfe", b"[" * 100_000])
+def test_manifests_that_cannot_be_read_are_one_sentence(monkeypatch, capsys, tmp_path, content):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content)
+    code, _, err = run(monkeypatch, capsys, "kube", "convert", str(path))
+
+    assert code == 2
+    assert err.startswith(f"dynamo: {path}: expected manifests in YAML: ")
+    assert err.count("\n") == 1
+
+
+def test_interrupt_while_the_command_is_loaded_leaves_no_trace():
+    program = """
+import os, runpy, signal, sys
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dynamo.base.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+sys.argv = ["dynamo", "ps"]
+runpy.run_module("dynamo.cli", run_name="__main__")
+"""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_user_without_a_home_is_told_so(monkeypatch, capsys):

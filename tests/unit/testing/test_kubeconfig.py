@@ -1,5 +1,8 @@
 """The file by which clients find the laptop's cluster."""
 
+import errno
+from unittest import mock
+
 import pytest
 
 from dynamo.base import errors
@@ -14,6 +17,17 @@ def test_file_that_cannot_be_written_is_named(name, tmp_path):
 
     with pytest.raises(errors.ConfigError, match=f"--kubeconfig {tmp_path / name}: cannot be"):
         running.write_kubeconfig(tmp_path / name)
+
+
+def test_nothing_is_left_of_a_file_that_a_full_disk_cuts_off(tmp_path, monkeypatch):
+    """Else the next cluster would take it for that of another one."""
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(cluster.json, "dump", full)
+    running = cluster.Cluster(None, None, "https://x", b"", "token")
+
+    with pytest.raises(errors.ConfigError, match="kubeconfig: cannot be written: No space left"):
+        running.write_kubeconfig(tmp_path / "kubeconfig")
+    assert not list(tmp_path.iterdir())
 
 
 def test_file_of_a_cluster_is_written_again(tmp_path):

@@ -242,21 +242,19 @@ async def test_pod_that_waits_for_room_is_scheduled_when_another_has_ended(serve
 
 
 async def test_node_that_is_cordoned_gets_no_pods_until_it_is_free_again(served):
-    node = make_node(served)
-    waiting = {"apiVersion": "v1", "kind": "Pod", **make_pod("waiting", phase="Pending")}
-    options = api.WriteOptions(manager="kubectl")
-    nodes = served.registry.require("", "nodes")
-    cordoned = {"metadata": {"name": "laptop"}, "spec": {"unschedulable": True}}
-    await served.create(
-        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    node, options = make_node(served), api.WriteOptions(manager="kubectl", user=rights.ADMIN)
+    nodes, namespaces, plural = (
+        served.registry.require("", name) for name in ("nodes", "namespaces", "pods")
     )
+    await served.create(namespaces, "", garbage.new_namespace("default"))
+    cordoned = {"metadata": {"name": "laptop"}, "spec": {"unschedulable": True}}
     before = await served.create(nodes, "", cordoned, options)
-    served.store.put(PODS, waiting)
-    (key,) = node.keys_of(store.Change(1, PODS, "ADDED", waiting, None))
+    body = {"metadata": {"name": "waiting"}, "spec": {"containers": [MAIN]}}
+    pod = await served.create(plural, "default", body, options)
+    (key,) = node.keys_of(store.Change(1, PODS, "ADDED", pod, None))
     await node.reconcile(key)
     kept = served.store.get(PODS, ("default", "waiting"))
-    await served.update(nodes, "", "laptop", {**before, "spec": {}}, options)
-    freed = served.store.get(nodes.key, ("", "laptop"))
+    freed = await served.update(nodes, "", "laptop", {**before, "spec": {}}, options)
     assert list(node.keys_of(store.Change(2, nodes.key, "MODIFIED", freed, before))) == [key]
     await node.reconcile(key)
 

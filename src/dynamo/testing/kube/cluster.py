@@ -72,16 +72,22 @@ class Cluster:
                         )
             path.unlink(missing_ok=True)  # the mode of a file that is there would stay
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            file = os.fdopen(descriptor, "w")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
+                file.flush()
+            except OSError:
+                path.unlink()  # a cluster would take it for another's
+                with contextlib.suppress(OSError):
+                    file.close()
+                raise
         except BlockingIOError as error:
             text = f"--kubeconfig {path}: is that of a dynamo kube up that runs; name a new file"
             raise errors.ConfigError(text) from error
         except OSError as error:
             text = f"--kubeconfig {path}: cannot be written: {error.strerror}"
             raise errors.ConfigError(text) from error
-        file = os.fdopen(descriptor, "w")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
-        file.flush()
         return file
 
     def kubeconfig(self, token: str, namespace: str) -> dict[str, Any]:

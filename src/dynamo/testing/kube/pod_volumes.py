@@ -53,8 +53,7 @@ class PodVolumes:
 
     def message_file(self, container: Object) -> Mount:
         """Return the file in which a container says why it ends, and where the container is to see it."""
-        path = container["terminationMessagePath"]
-        return Path(self.relocate(path) or self._folder / f"..{container['name']}"), path
+        return self._folder / f"..{container['name']}", container["terminationMessagePath"]
 
     def read_last_words(self, container: Object, log: Path, *, has_failed: bool) -> Object:
         """Return what a container has said of its end or, if it failed and asks for that, the end of its log."""
