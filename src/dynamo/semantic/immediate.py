@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from dynamo.runtime.http import json_body
+
 Headers = Sequence[tuple[str, str]]
 EVENT_STREAM = "text/event-stream"
 _JSON = "application/json"
@@ -96,7 +98,7 @@ def replay(
     )
     if wants_usage:
         last = {**head, "choices": [], "usage": completion.get("usage") or NO_USAGE}
-        data += b"data: " + _encode(last) + b"\n\n"
+        data += b"data: " + json_body.encode_inline(last) + b"\n\n"
     return ImmediateAnswer(
         status=200, content_type=EVENT_STREAM, body=data + _DONE, headers=headers
     )
@@ -172,7 +174,7 @@ def _event(
     tail: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
     choice = {"index": index, "delta": delta, "finish_reason": finish}
-    return b"data: " + _encode({**head, "choices": [choice], **tail}) + b"\n\n"
+    return b"data: " + json_body.encode_inline({**head, "choices": [choice], **tail}) + b"\n\n"
 
 
 def _deltas(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str | None]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import semantic_configs
 from dynamo.base import errors
-from dynamo.semantic import cache, model_choice, request_view
+from dynamo.semantic import cache, immediate, model_choice, request_view
 from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, SUM, chat, make_router
 
@@ -127,6 +127,17 @@ def test_attack_in_a_tool_result_is_refused_as_a_stream():
     assert answer.content_type == "text/event-stream"
     assert answer.body.endswith(b"data: [DONE]\n\n")
     assert dict(answer.headers)["x-vsr-jailbreak-blocked"] == "true"
+
+
+def test_no_character_of_a_cached_answer_ends_the_line_of_its_event():
+    text = "a\u2028b\u2029c\x85d"
+    completion = {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]}
+
+    answer = immediate.replay(msgspec.json.encode(completion), 0, [], is_stream=True)
+
+    events = [line for line in answer.body.decode().splitlines() if line]
+    chunks = [msgspec.json.decode(line.removeprefix("data: ")) for line in events[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,12 @@ from dynamo.base import distribution, errors
 from dynamo.frontend.delivery import choices
 from dynamo.preprocess import detokenize
 from dynamo.protocols import generate, model_card
+from dynamo.runtime.http import json_body
 
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
-# What ends a line in a text for clients that use Python's `splitlines` or httpx's `iter_lines`, as LiteLLM does.
-_LINE_ENDS = (
-    (b"\xc2\x85", rb"\u0085"),
-    (b"\xe2\x80\xa8", rb"\u2028"),
-    (b"\xe2\x80\xa9", rb"\u2029"),
-)
+encode_inline = json_body.encode_inline
 _TEXT_MARK = "\u0000"
 _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 _FINISH_REASONS = {
@@ -133,16 +129,6 @@ class EventFormatter(AnswerFormatter, Protocol):
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last event of a failed stream."""
         ...
-
-
-def encode_inline(data: Any) -> bytes:
-    """Return JSON for a part of a line, which no character in it ends."""
-    encoded = encode(data)
-    if encoded.isascii():  # mostly so, and quick to find
-        return encoded
-    for end, escaped in _LINE_ENDS:
-        encoded = encoded.replace(end, escaped)
-    return encoded
 
 
 def encode_line(data: Any) -> bytes:

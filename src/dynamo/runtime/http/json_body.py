@@ -4,6 +4,8 @@ A valid body is decoded once, in C. Another one is decoded a second time without
 no harm, it is taken: names that no type has are left out, and noted (`ignored_names`) unless their value is null; 6.0
 stands for 6; a byte order mark, which some editors write, is left out. Else the place in the decoder's message is
 looked up both in the types (what was expected) and in the value (what came).
+
+`encode_inline` is for answers: events, and other JSON that stands in a line.
 """  # decider
 
 import re
@@ -26,6 +28,13 @@ MAX_CONTAINERS = 300_000  # lists and objects of one body; each costs up to 0.3 
 _COUNT_STEP = 2**20
 # Where a list is set, unknown parameters are accepted, and their names are added to it; elsewhere they are refused.
 ignored_names: ContextVar[list[str] | None] = ContextVar("ignored_names", default=None)
+# What ends a line in a text for clients that use Python's `splitlines` or httpx's `iter_lines`, as LiteLLM does.
+_LINE_ENDS = (
+    (b"\xc2\x85", rb"\u0085"),
+    (b"\xe2\x80\xa8", rb"\u2028"),
+    (b"\xe2\x80\xa9", rb"\u2029"),
+)
+_encode = msgspec.json.Encoder().encode
 _STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
@@ -305,3 +314,13 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
 
 def _phrase_length(limit: int | None, unit: str) -> str:
     return "" if limit is None else f" of at most {limit}{unit}"
+
+
+def encode_inline(data: Any) -> bytes:
+    """Return JSON for a part of a line, which no character in it ends."""
+    encoded = _encode(data)
+    if encoded.isascii():  # mostly so, and quick to find
+        return encoded
+    for end, escaped in _LINE_ENDS:
+        encoded = encoded.replace(end, escaped)
+    return encoded
