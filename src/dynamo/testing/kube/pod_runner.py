@@ -299,8 +299,8 @@ class PodRunner:
             if self._sandbox is not None:
                 place = self._volumes.relocate(message[1])
                 with contextlib.suppress(OSError):  # only root may make one in /dev
-                    made = pod_volumes.make_mount_point((message[0], place or message[1]))
-                    self._node.made_folders.extend([] if place else made)
+                    folders = pod_volumes.make_mount_point((message[0], place or message[1]))
+                    self._node.made_folders.extend([] if place else folders)
             first = self._inside(container_init.command(argv, message))
             child = await self._start(state.spec["name"], first, environ)
         except (pods.MissingReference, OSError, ValueError) as error:  # ValueError: a NUL in it
