@@ -5,15 +5,18 @@ import os
 import pathlib
 import shutil
 import signal
+import threading
 from collections.abc import Iterable
 
 
 def bind(argv: Iterable[str | os.PathLike[str]], end: str = "KILL") -> list[str]:
-    """Return the command line of a process that gets the signal `end` when the thread that starts it ends.
+    """Return the command line of a process that gets the signal `end` when the process of the tests ends.
 
-    So nothing outlives a test run that is killed. Where there is no setpriv (util-linux), the command line stays.
+    So nothing outlives a test run that is killed. The kernel sends it when the thread that started the process ends:
+    in another thread than the first one the command line stays, as where there is no setpriv (util-linux).
     """
-    setpriv = shutil.which("setpriv")
+    is_first_thread = threading.current_thread() is threading.main_thread()
+    setpriv = shutil.which("setpriv") if is_first_thread else None
     binding = [setpriv, "--pdeathsig", end, "--"] if setpriv else []
     return [*binding, *map(os.fspath, argv)]
 

@@ -1,5 +1,6 @@
 """The servers that tests start: none outlives a test run that is killed."""
 
+import concurrent.futures
 import pathlib
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import etcd_server
 import nats_server
 import processes
-from waiting import eventually
+from waiting import PATIENT_S, eventually
 
 START = """
 import pathlib, sys, time
@@ -38,3 +39,14 @@ def test_server_ends_with_a_test_run_that_is_killed(tmp_path, kind):
         eventually(lambda: not processes.command_line(pid), what="the server has ended")
     finally:
         processes.kill({pid})
+
+
+def test_process_outlives_the_thread_that_starts_it():
+    def start():
+        argv = processes.bind([sys.executable, "-c", "input(); print('still there')"])
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        process = threads.submit(start).result()
+
+    assert process.communicate("\n", PATIENT_S)[0] == "still there\n"
