@@ -43,10 +43,12 @@ def test_server_ends_with_a_test_run_that_is_killed(tmp_path, kind):
 
 def test_process_outlives_the_thread_that_starts_it():
     def start():
-        argv = processes.bind([sys.executable, "-c", "input(); print('still there')"])
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        argv = processes.bind([sys.executable, "-c", "print(flush=True); print(input())"])
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()  # it runs
+        return process
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         process = threads.submit(start).result()
 
-    assert process.communicate("\n", PATIENT_S)[0] == "still there\n"
+    assert process.communicate("still there\n", PATIENT_S)[0] == "still there\n"
