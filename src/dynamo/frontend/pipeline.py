@@ -315,15 +315,13 @@ class Pipeline:
         return meter
 
     async def find_model(
-        self, name: str | None, client: exchange.Exchange, notify: Notify = lambda notice: None
+        self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
     ) -> RegisteredModel:
-        """Return the model of this name, as soon as a worker has registered it; without a name, the only one.
+        """Return the model of this name, as soon as a worker has registered it.
 
-        Raises ModelNotFound, also at once for a model that the client's key may not ask, NoWorkers or InvalidRequest.
+        Raises ModelNotFound, also at once for a model that the client's key may not ask, or NoWorkers.
         """
         may_see = self.admission.rights.model_filter(client)
-        if not name:
-            return self.models.find_only(may_see)
         model = self.models.get(name)
         if model is not None and (may_see is None or may_see(model.name)):  # nearly always so
             return model
@@ -368,7 +366,7 @@ class Pipeline:
         _check_logprobs(model, request)
         preparer = model.preparer
         extra = nvext.NvextResponse(extra_fields, self.clock) if extra_fields else None
-        prompts = await api.prepare(preparer, model.named(request), arrival.id)
+        prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding
         if guided is not None and not model.card.runtime_config.supports_guided:
             raise errors.InvalidRequest.of_param(

@@ -269,7 +269,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
 class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that every request for generated text has."""
 
-    model: str | None = None  # None: the only one that is served
+    model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None

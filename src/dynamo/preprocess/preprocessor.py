@@ -208,7 +208,7 @@ class Preprocessor:
 
         Raises RequestError, which names `param`.
         """
-        joined = infill.join_prompts(prompts, suffix, self._infill_format, request.model or "")
+        joined = infill.join_prompts(prompts, suffix, self._infill_format, request.model)
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )
@@ -444,7 +444,7 @@ class Preprocessor:
             limits.check_guided(guided)
         return generate.Request(
             id=request_id,
-            model=request.model or "",
+            model=request.model,
             token_ids=token_ids,
             stop_conditions=options.make_stop_conditions(request, max_tokens, self._vocab_size),
             sampling_options=options.make_sampling(

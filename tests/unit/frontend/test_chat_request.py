@@ -146,7 +146,7 @@ def test_keys_of_logit_bias_are_token_ids():
             {"k": 1},
             "metadata: expected values that are a string of at most 512 characters",
         ),
-        ("model", 5, "model: expected a string, got 5"),
+        ("model", None, "model: expected a string, got null"),
         ("messages", [], "The 'messages' field cannot be empty. At least one message is required."),
         ("messages", "Hi", "messages: expected a list of at most 100000, got a string ('Hi')"),
         (
@@ -285,6 +285,7 @@ def test_error_names_the_path_inside_a_field(fields, param, message):
         (b" \n", None, "the body is empty; expected a JSON object"),
         (b'{"model": "m", "mess', None, "the body is no valid JSON: Input data was truncated"),
         (b"[]", None, "the body: expected an object, got a list of 0"),
+        (b'{"messages": []}', "model", "model: required, but missing"),
         (b'{"model": "m"}', "messages", "messages: required, but missing"),
         (
             b'{"model": "m", "messages": [3]}',

@@ -17,7 +17,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
-        (CHAT, {}, 400, "messages", "messages"),
+        (CHAT, {}, 400, "model", "model"),
         (CHAT, {"model": "m"}, 400, "messages", "messages"),
         (CHAT, {"model": "m", "messages": []}, 400, "messages", "At least one message"),
         (CHAT, {"model": "m", "messages": "hi"}, 400, "messages", "a list"),

@@ -65,20 +65,6 @@ async def test_texts_may_have_the_later_names_of_vllm(rig, names):
     assert (same["data"], same["usage"]) == (told["data"], told["usage"])
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v1/score", {"text_1": "a", "text_2": "b"}),
-        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
-    ],
-)
-async def test_the_only_model_need_not_be_named(rig, path, body):
-    answer = await rig.client.post(path, json=body)
-
-    assert (answer.status_code, answer.json()["model"]) == (200, "e")
-
-
 @pytest.mark.parametrize("path", scores.RANK_PATHS)
 async def test_ranks_have_the_form_of_jina_and_cohere(rig, path):
     documents = ["abc", {"text": "d"}]

@@ -60,8 +60,8 @@ class VectorRequest(Protocol):
     """The part of a request that says which vectors its answer is made of."""
 
     @property
-    def model(self) -> str | None:
-        """The name of the model, as the client gave it; None: the only one that is served."""
+    def model(self) -> str:
+        """The name of the model, as the client gave it."""
 
     @property
     def prompts(self) -> Sequence[inputs.Prompt]:
@@ -221,7 +221,7 @@ MIN_SHARE_TOKENS = 512  # fewer are not worth another worker
 class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Texts or token ids to embed."""
 
-    model: str | None = None
+    model: str
     input: str | list[str | inputs.UInt32 | list[inputs.UInt32]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None

@@ -218,7 +218,13 @@ class RequestHandlers:
             return await self.pipeline.find_model(name, client)
         if name is not None:
             return self.models.find(name, self.rights.model_filter(client))
-        return await self.pipeline.find_model(None, client)
+        visible = [model for model in self.list_visible(client) if model.base is None]
+        if len(visible) == 1:
+            return visible[0]
+        names = ", ".join(repr(model.name) for model in visible)
+        raise errors.InvalidRequest.of_param(
+            "model", f"required where not exactly one is served. Served here: {names or 'none'}."
+        )
 
     def default_of(self, client: exchange.Exchange, name: str) -> str:
         """Return the default model for a name that asks the semantic router to choose; any other name stays.

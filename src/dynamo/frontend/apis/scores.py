@@ -35,7 +35,7 @@ _PAIRS = (
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pairs of texts: one text with each of a list, or two lists of one length, pair by pair."""
 
-    model: str | None = None
+    model: str
     text_1: _Texts | None = None
     text_2: _Texts | None = None
     data_1: _Texts | None = None  # vLLM's later names of the same
@@ -113,7 +113,7 @@ class RankedText(msgspec.Struct, frozen=True, kw_only=True):
 class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A question, and the documents to rank by how near they are to it."""
 
-    model: str | None = None
+    model: str
     query: str
     documents: list[str | RankedText]
     top_n: Count | None = None  # of the answer; None or 0: all

@@ -10,18 +10,16 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.delivery import sse
-from dynamo.preprocess import inputs, preprocessor
+from dynamo.preprocess import preprocessor
 from dynamo.protocols import encoders, generate, instances, model_card
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
-
-R = TypeVar("R", bound=inputs.GenerationInput)
 
 _logger = logging.getLogger(__name__)
 
@@ -150,10 +148,6 @@ class RegisteredModel:
             return named
         written = () if self._preparer is None else self._preparer.capabilities
         return [*named, *written, *(name for name, can in by_engine.items() if can)]
-
-    def named(self, request: R) -> R:
-        """Return a request with the name of this model, if it names none."""
-        return request if request.model else msgspec.structs.replace(request, model=self.name)
 
     def check_can_generate(self) -> None:
         """Raise InvalidRequest if the model only makes embeddings."""

@@ -149,21 +149,6 @@ class ModelRegistry:
             param="model",
         )
 
-    def find_only(self, may_see: ModelFilter | None) -> RegisteredModel:
-        """Return the model of a request that names none, as with vLLM: the only one that the client may see.
-
-        Adapters do not count. Raises InvalidRequest if there are others, or NoWorkers if there is none.
-        """
-        bases = [model for model in self.ready_bases if may_see is None or may_see(model.name)]
-        if len(bases) == 1:
-            return bases[0]
-        if not bases:
-            raise errors.NoWorkers("no model is served now: start a worker, or try again shortly")
-        names = ", ".join(repr(model.name) for model in bases)
-        raise errors.InvalidRequest.of_param(
-            "model", f"required where not exactly one is served. Served here: {names}."
-        )
-
     def _list_ready(self, may_see: ModelFilter | None) -> str:
         names = (model.name for model in self.ready)
         return ", ".join(repr(name) for name in names if not may_see or may_see(name)) or "none"

@@ -164,7 +164,6 @@ class OllamaEmbedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
     """The conversation of a request."""
 
-    model: str
     is_chat: bool
     hides_thinking: bool = False
     keeps_alive: bool = True  # False: without a prompt, it asks for the model to be unloaded

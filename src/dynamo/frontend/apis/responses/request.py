@@ -99,7 +99,7 @@ class ResponseCountRequest(
     Items of `input` are decoded later, one by one (`convert_items`).
     """
 
-    model: str | None = None
+    model: str
     input: str | _Messages
     instructions: str | None = None
     previous_response_id: str | None = None
