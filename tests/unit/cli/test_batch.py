@@ -92,11 +92,11 @@ def test_unwritable_output_is_refused(tmp_path):
 
 
 def test_output_whose_name_leaves_no_room_is_refused_before_the_work(tmp_path):
-    """Answers are written beside it, under a longer name, before they take its place."""
+    """Answers are written beside it, under a name longer by a process id, before they take its place."""
     path = tmp_path / "batch.jsonl"
     path.touch()
     with pytest.raises(errors.ConfigError, match=r"--output .*: cannot be written: File name too"):
-        batch.check_output(tmp_path / ("a" * 250), path)
+        batch.check_output(tmp_path / ("a" * 255), path)
 
 
 @pytest.mark.parametrize("make_alias", ["symlink_to", "hardlink_to", None])
