@@ -149,6 +149,17 @@ async def answer(router, text, tenant="", body=COMPLETION):
     return outcome.explanation.cache_key
 
 
+async def answer_until_stored(router):
+    """Answer new questions, slowly, until Milvus has one: it may be busy for longer than the bounds at first."""
+
+    async def is_stored():
+        await asyncio.sleep(0.1)
+        router.record_answer(await ask(router, OTHER, time.monotonic()), COMPLETION)
+        return count(router, "put", "success")
+
+    await until(is_stored)
+
+
 async def test_answer_is_given_again_by_another_router(routers):
     await answer(routers.open(), QUESTION)
     other = routers.open()
@@ -254,21 +265,18 @@ async def test_milvus_that_is_down_at_the_start_is_used_when_it_comes(own, caplo
     await until(lambda: count(router, "connect", "error"))
     assert not await is_hit(router, QUESTION)
     own.server.start()
-
-    async def is_stored():
-        await asyncio.sleep(0.1)  # requests that come slowly
-        router.record_answer(await ask(router, OTHER, time.monotonic()), COMPLETION)
-        return count(router, "put", "success")
-
-    await until(is_stored)
+    await answer_until_stored(router)
     assert 1 <= len(warnings_in(caplog)) <= 1 + (time.monotonic() - began_at) / 60
     assert "fails" in warnings_in(caplog)[0]
 
 
 async def test_milvus_that_dies_or_hangs_is_a_miss_within_the_bound(own, caplog):
+    began_at = time.monotonic()
     own.server.start()
-    router, other = (own.open(lookup_s=2, write_s=10) for _ in range(2))
-    name = await answer(other, QUESTION)
+    router, other = (own.open(lookup_s=2, write_s=10, waits=False) for _ in range(2))
+    await answer_until_stored(router)
+    await answer_until_stored(other)
+    name = (await ask(other, QUESTION)).explanation.cache_key
     own.server.freeze()
     times = [time.monotonic()]
     for _ in range(21):
@@ -281,7 +289,7 @@ async def test_milvus_that_dies_or_hangs_is_a_miss_within_the_bound(own, caplog)
 
     assert 1.9 < times[1] - times[0] < 60  # a frozen Milvus never answers
     assert times[-1] - times[1] < 20 * 2  # the next requests do not wait
-    assert 2 <= len(warnings_in(caplog)) <= 2 + 2 * (time.monotonic() - times[0]) / 60
+    assert 2 <= len(warnings_in(caplog)) <= 2 + 2 * (time.monotonic() - began_at) / 60
 
 
 async def test_answers_are_dropped_where_milvus_does_not_take_them(own):
