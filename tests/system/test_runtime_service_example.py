@@ -164,6 +164,7 @@ def test_service_that_is_written_for_version_1_runs(environ):
 
 # In the form of Dynamo's page of examples for its router.
 ROUTER = """
+import asyncio
 from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 
@@ -176,7 +177,7 @@ async def worker(runtime: DistributedRuntime):
     items = [item async for item in stream]
     print(sum(len(item["token_ids"]) for item in items), items[-1]["finish_reason"])
     while not (await router.best_worker(tokens))[2]:
-        pass
+        await asyncio.sleep(0.01)  # so that the event of the stored block is read
     worker_id, dp_rank, num_blocks = await router.best_worker(tokens)
     print([worker_id] == await (await endpoint.client()).wait_for_instances(), dp_rank, num_blocks)
 
