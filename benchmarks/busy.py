@@ -75,7 +75,8 @@ def main() -> int:
         stopped = StoppedProcesses(command.pid, options.stopped, tuple(options.stop_seconds))
         stack.callback(stopped.end)
         while (code := command.poll()) is None:
-            stopped.tick()
+            if options.stopped:
+                stopped.tick()
             time.sleep(TICK_S)
         took_s = time.monotonic() - began_at
     loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())

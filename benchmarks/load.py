@@ -36,9 +36,10 @@ TEXT = re.compile(rb'"(?:content|text|reasoning_content)":\s*"[^"]')
 def children(pid):
     """Of a process, those that live."""
     found = []
-    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
+    with contextlib.suppress(OSError):  # it has ended
+        for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, task.read_text().split())
     return found
 
 

@@ -73,7 +73,7 @@ class EtcdServer:
         shutil.rmtree(self._directory / "data")
 
     def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        processes.freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

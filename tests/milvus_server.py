@@ -47,7 +47,7 @@ class MilvusServer:
             self._process = None
 
     def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        processes.freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -63,7 +63,7 @@ class NatsServer:
         self._process.send_signal(signal.SIGHUP)
 
     def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        processes.freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)

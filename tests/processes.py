@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterable
 
+from waiting import eventually
+
 
 def bind(argv: Iterable[str | os.PathLike[str]], end: str = "KILL") -> list[str]:
     """Return the command line of a process that gets the signal `end` when the process of the tests ends.
@@ -55,6 +57,20 @@ def shared_files(pids: Iterable[int]) -> set[str]:
                 with contextlib.suppress(OSError):
                     paths.add(str(descriptor.readlink())[1:])
     return {f"/{path}" for path in paths if path.startswith("dev/shm/")}
+
+
+def freeze(pid: int) -> None:
+    """Stop a process (SIGSTOP), and return when all its threads stand, which on a busy machine takes a while."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: _thread_states(pid) <= set("TZX"), what="the process stands or has ended")
+
+
+def _thread_states(pid: int) -> set[str]:
+    states = set()
+    for stat in pathlib.Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            states.add(stat.read_text().rpartition(") ")[2][0])
+    return states
 
 
 def kill(pids: set[int]) -> None:

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
-import pathlib
 import random
 import signal
 import threading
@@ -16,10 +15,11 @@ import msgspec
 import pytest
 
 import members
+import processes
 from dynamo.base import config, membership
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
-from waiting import PATIENT_S, eventually
+from waiting import PATIENT_S
 
 LAYOUT = descriptors.Layout(
     num_blocks=1024, block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16"
@@ -113,16 +113,7 @@ class ProcessPeer:
         return self._ask("descriptors")
 
     def freeze(self):
-        """Returns when all its threads have stopped: the signal takes its time."""
-        os.kill(self.pid, signal.SIGSTOP)
-        tasks = pathlib.Path(f"/proc/{self.pid}/task")
-        eventually(
-            lambda: all(
-                stat.read_text().rpartition(")")[2].split()[0] == "T"
-                for stat in tasks.glob("*/stat")
-            ),
-            what="all threads have stopped",
-        )
+        processes.freeze(self.pid)
 
     def resume(self):
         """Returns when it works again, or has died of it: UCX ends a process whose reader gave up."""

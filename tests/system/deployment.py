@@ -60,7 +60,10 @@ class Process:
 
     def signal(self, number: int) -> None:
         self.may_end = True
-        self.popen.send_signal(number)
+        if number == signal.SIGSTOP:
+            processes.freeze(self.popen.pid)
+        else:
+            self.popen.send_signal(number)
 
     def kill(self) -> None:
         self.may_end = True
