@@ -132,3 +132,80 @@ async def test_refusal_of_an_etcd_that_came_back_is_said_once(caplog):
         member._report_outage(error, 1.0)
 
     assert ["authentication" in record.getMessage() for record in caplog.records] == [False, True]
+
+
+class BusyEtcd:
+    """An etcd that takes a second for each write, and forgets a lease that is not refreshed in time."""
+
+    def __init__(self, time):
+        self.time, self.ends_at, self.num_lost = time, -1.0, 0
+        self.num_writing = self.most_writing = 0
+        self.values = {}
+
+    async def grant(self, lease_id, ttl_s):
+        self.ends_at = self.time.now() + ttl_s
+
+    async def refresh(self, lease_id):
+        is_alive = self.time.now() < self.ends_at
+        self.num_lost += not is_alive
+        self.ends_at = self.time.now() + 10 if is_alive else -1.0
+        return is_alive
+
+    async def put(self, key, value, lease_id, *, after):
+        self.num_writing += 1
+        self.most_writing = max(self.most_writing, self.num_writing)
+        await self.time.sleep(1.0)
+        self.num_writing -= 1
+        if self.time.now() >= self.ends_at:
+            raise errors.Unavailable("NOT_FOUND: requested lease not found")
+        self.values[key] = value
+        return True, 1
+
+
+async def test_lease_stays_alive_while_its_many_keys_are_put_back():
+    time = virtual.VirtualClock()
+    lease, etcd = discovery.EtcdLease(1, 10, time), BusyEtcd(time)
+    for number in range(1000):
+        lease.set_key(f"v1/{number}", b"")
+    attaching = asyncio.create_task(lease.attach(etcd))
+    while not attaching.done():
+        await time.advance(1)
+    await attaching
+
+    assert time.now() > 2 * 10
+    assert etcd.num_lost == 1  # before it was first taken
+    assert len(etcd.values) == 1000
+
+
+async def test_lease_is_refreshed_while_many_keys_wait_to_be_written():
+    time = virtual.VirtualClock()
+    lease, etcd = discovery.EtcdLease(1, 10, time), BusyEtcd(time)
+    await lease.attach(etcd)
+    for number in range(1000):
+        lease.set_key(f"v1/{number}", b"")
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(lease.keep(etcd))
+        writing = [group.create_task(lease.write(etcd, f"v1/{number}")) for number in range(1000)]
+        while not all(write.done() for write in writing):
+            await time.advance(1)
+        keeping.cancel()
+
+    assert etcd.num_lost == 1
+    assert etcd.most_writing == 32
+    assert len(etcd.values) == 1000
+
+
+async def test_writes_of_one_key_come_one_after_the_other():
+    time = virtual.VirtualClock()
+    lease, etcd = discovery.EtcdLease(1, 10, time), BusyEtcd(time)
+    await lease.attach(etcd)
+    writes = []
+    for number in range(3):
+        lease.set_key("v1/key", str(number).encode())
+        writes.append(asyncio.create_task(lease.write(etcd, "v1/key")))
+        await time.advance(0.25)
+    while not all(write.done() for write in writes):
+        await time.advance(1)
+
+    assert etcd.most_writing == 1
+    assert etcd.values == {"v1/key": b"2"}

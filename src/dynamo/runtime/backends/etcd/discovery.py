@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import random
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -269,6 +271,7 @@ def _first_error(group: BaseExceptionGroup[errors.DynamoError]) -> errors.Dynamo
 
 
 _REFRESHES_PER_TTL = 3
+_MOST_WRITING = 32  # keys at once, which etcd stores in one go
 
 
 class EtcdLease:
@@ -287,7 +290,10 @@ class EtcdLease:
         self._ttl_s = ttl_s
         self._desired: dict[str, bytes | None] = {}  # None: to be removed
         self._revisions: dict[str, int] = {}  # of etcd, at which we wrote each key last
-        self._writing = asyncio.Lock()
+        self._refresh_at = math.inf  # then a refresh is due
+        self._attaching = asyncio.Lock()
+        self._places = asyncio.Semaphore(_MOST_WRITING)
+        self._lock_by_key = weakref.WeakValueDictionary[str, asyncio.Lock]()  # while it is written
         self._check_requested = asyncio.Event()
         self._was_held = False
         self._is_over = False
@@ -310,27 +316,24 @@ class EtcdLease:
         return [key for key, value in self._desired.items() if value is None]
 
     async def write(self, etcd: connection.EtcdConnection, *keys: str) -> None:
-        """Write the desired state of some keys to etcd."""
-        async with self._writing:
-            for key in keys:
-                await self._write(etcd, key)
+        """Write the desired state of some keys to etcd, one after the other."""
+        for key in keys:
+            await self._write(etcd, key)
 
     async def attach(self, etcd: connection.EtcdConnection) -> None:
         """Hold the lease, taken again if it was lost, with all keys of the desired state."""
-        async with self._writing:
-            if self._is_over:
-                return
-            if not await etcd.refresh(self._id):
+        async with self._attaching, asyncio.TaskGroup() as group:
+            if not self._is_over and not await self._refresh(etcd):
                 await self._take(etcd)
-            for key in list(self._desired):
-                await self._write(etcd, key)
+            for key in self._desired:
+                group.create_task(self._write(etcd, key))
 
     async def keep(self, etcd: connection.EtcdConnection) -> None:
         """Refresh the lease for as long as etcd answers."""
         while True:
             if await self._wait_for_check():
                 await etcd.check()
-            if not await etcd.refresh(self._id):
+            if not await self._refresh(etcd):
                 await self.attach(etcd)
             with contextlib.suppress(errors.ConfigError):  # `delete` waits for them no longer
                 await self.write(etcd, *self.unanswered_removals)
@@ -341,12 +344,17 @@ class EtcdLease:
 
     async def end(self, etcd: connection.EtcdConnection) -> None:
         """Revoke the lease: its keys vanish."""
-        async with self._writing:
+        async with self._attaching:
             self._is_over = True
             for key, value in self._desired.items():
                 if value is not None:
-                    await self._put(etcd, key, REMOVED)
+                    async with self._lock_of(key):
+                        await self._put(etcd, key, REMOVED)
             await etcd.revoke(self._id)
+
+    async def _refresh(self, etcd: connection.EtcdConnection) -> bool:
+        self._refresh_at = self._clock.now() + self._ttl_s / _REFRESHES_PER_TTL
+        return await etcd.refresh(self._id)
 
     async def _take(self, etcd: connection.EtcdConnection) -> None:
         await etcd.grant(self._id, self._ttl_s)
@@ -358,16 +366,26 @@ class EtcdLease:
             )
         self._was_held = True
 
+    def _lock_of(self, key: str) -> asyncio.Lock:
+        return self._lock_by_key.setdefault(key, asyncio.Lock())
+
     async def _write(self, etcd: connection.EtcdConnection, key: str) -> None:
-        value = self._desired.get(key)
-        if value is not None:
-            await self._put(etcd, key, value)
-        elif key in self._desired:
-            # others see by this value that the lease did not just end
-            await etcd.delete(key, after=await self._put(etcd, key, REMOVED))
-            del self._revisions[key]
-            if self._desired[key] is None:  # and not set again meanwhile
-                del self._desired[key]
+        async with self._places, self._lock_of(key):
+            if self._is_over:
+                return
+            if (
+                self._clock.now() >= self._refresh_at
+            ):  # to write all may take longer than the lease lives
+                await self._refresh(etcd)
+            value = self._desired.get(key)
+            if value is not None:
+                await self._put(etcd, key, value)
+            elif key in self._desired:
+                # others see by this value that the lease did not just end
+                await etcd.delete(key, after=await self._put(etcd, key, REMOVED))
+                del self._revisions[key]
+                if self._desired[key] is None:  # and not set again meanwhile
+                    del self._desired[key]
 
     async def _put(self, etcd: connection.EtcdConnection, key: str, value: bytes) -> int:
         """Write a key, whose revision another of our writes may have changed; return its revision now."""
