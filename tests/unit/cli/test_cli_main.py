@@ -42,7 +42,7 @@ def test_the_version_is_printed(monkeypatch, capsys, flag):
         (("srve",), "srve"),
         (("serve", "--workers", "0"), "workers"),
         (("serve", "--http-port", "many"), "http-port"),
-        (("serve", "--engine", "warp"), "native, mocker"),
+        (("serve", "--engine", "warp", "--dry-run"), "native, mocker"),
         (("serve", "--unknown"), "(see --help. Flags of the processes"),
         (("semantic",), "usage: dynamo semantic check|explain|replay"),
         (("kube",), "usage: dynamo kube up|convert|apply"),
