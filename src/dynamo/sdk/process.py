@@ -17,6 +17,7 @@ import msgspec
 from dynamo.base import addresses, config, draining, errors, process_setup, tasks
 from dynamo.base import clock as clocks
 from dynamo.observability import logs
+from dynamo.protocols import generate
 from dynamo.runtime import client as clients
 from dynamo.runtime import component, decorators, reachability, system_port
 from dynamo.runtime.http import browsers, exchange, server
@@ -94,7 +95,7 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
     if spec.methods("endpoint"):
         options = reachability.with_reachable_host(options, os.environ)
     async with (
-        await component.DistributedRuntime.open(options) as runtime,
+        await component.DistributedRuntime.open(options, item_type=generate.Output) as runtime,
         tasks.Tasks() as running,
     ):
         stop = process_setup.stop_on_signals()
@@ -211,7 +212,7 @@ def _caller(
             try:
                 async for item in stream:
                     has_begun = True
-                    yield item
+                    yield decorators.to_plain(item)  # an item of a worker is a struct
             except (errors.WorkerLost, errors.NoWorkers):
                 if has_begun or instance_id is not None or now() >= deadline:
                     raise

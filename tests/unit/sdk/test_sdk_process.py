@@ -11,10 +11,12 @@ import pydantic
 import pytest
 
 from dynamo.base import config, errors
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import browsers
 from dynamo.sdk import (
     api,
+    async_on_start,
     declaration,
     depends,
     endpoint,
@@ -268,6 +270,38 @@ async def test_requests_of_a_service_may_take_as_long_as_its_setting_says(
     await process.run(options, [declaration.spec_of(Idle)])
 
     assert drains == [expected]
+
+
+async def test_service_reads_the_tokens_of_a_worker(monkeypatch):
+    stop, worker = asyncio.Event(), instances.EndpointName("dynamo", "asker", "generate")
+    answers = []
+
+    def answer(call):
+        call.send(generate.Output((7,), generate.FinishReason.STOP))
+        call.finish()
+
+    @service()
+    class Asker:
+        @async_on_start
+        async def ask(self):
+            runtime = declaration.dynamo_context["runtime"]
+            await runtime.register(worker, answer)
+            client = runtime.client(worker)
+            await client.wait_for_instances(PATIENT_S)
+            answers.extend([i async for i in client.stream("hi", item_type=generate.Output)])
+            call = process._caller(runtime, "dynamo", Asker)
+            answers.extend([item async for item in call("generate", "hi", None)])
+            stop.set()
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Asker", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Asker)])
+
+    output, item = answers
+    assert output == generate.Output((7,), generate.FinishReason.STOP)
+    assert (list(item[0]), item[1]) == ([7], "stop")
 
 
 @pytest.mark.parametrize(
