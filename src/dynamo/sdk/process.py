@@ -149,9 +149,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                 runtime.drain(limit_s, grace_s), _drain(served, runtime.clock, limit_s, grace_s)
             )
         finally:
-            await served.close()
-            for attribute in spec.methods("shutdown").values():
-                await _call(getattr(service, attribute))
+            # all of them are called, whatever becomes of those before
+            async with contextlib.AsyncExitStack() as end:
+                for attribute in reversed([*spec.methods("shutdown").values()]):
+                    end.push_async_callback(_call, getattr(service, attribute))
+                end.push_async_callback(served.close)
 
 
 def _construct(

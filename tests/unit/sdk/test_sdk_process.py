@@ -21,6 +21,7 @@ from dynamo.sdk import (
     depends,
     endpoint,
     liveness,
+    on_shutdown,
     process,
     readiness,
     service,
@@ -302,6 +303,31 @@ async def test_service_reads_the_tokens_of_a_worker(monkeypatch):
     output, item = answers
     assert output == generate.Output((7,), generate.FinishReason.STOP)
     assert (list(item[0]), item[1]) == ([7], "stop")
+
+
+async def test_shutdown_method_that_fails_does_not_keep_the_next_from_being_called(monkeypatch):
+    stop, called = asyncio.Event(), []
+    stop.set()
+
+    @service()
+    class Leaver:
+        @on_shutdown
+        def leave(self):
+            called.append("leave")
+            raise RuntimeError("the register is away")
+
+        @on_shutdown
+        async def save(self):
+            called.append("save")
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Leaver", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    with pytest.raises(RuntimeError, match="register is away"):
+        await process.run(options, [declaration.spec_of(Leaver)])
+
+    assert called == ["leave", "save"]
 
 
 @pytest.mark.parametrize(
