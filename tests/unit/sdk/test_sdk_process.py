@@ -305,6 +305,34 @@ async def test_service_reads_the_tokens_of_a_worker(monkeypatch):
     assert (list(item[0]), item[1]) == ([7], "stop")
 
 
+async def test_methods_of_a_start_are_called_in_the_order_of_the_class(monkeypatch):
+    stop, called = asyncio.Event(), []
+    stop.set()
+
+    class Base:
+        @async_on_start
+        def zero(self):
+            called.append("zero")
+
+    @service()
+    class Starter(Base):
+        @async_on_start
+        async def open(self):
+            called.append("open")
+
+        @async_on_start
+        def ask(self):
+            called.append("ask")
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Starter", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Starter)])
+
+    assert called == ["zero", "open", "ask"]
+
+
 async def test_shutdown_method_that_fails_does_not_keep_the_next_from_being_called(monkeypatch):
     stop, called = asyncio.Event(), []
     stop.set()
