@@ -99,11 +99,15 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         tasks.Tasks() as running,
     ):
         stop = process_setup.stop_on_signals()
-        endpoints = spec.methods("endpoint")
+        own_component = runtime.namespace().component(spec.name.lower())
+        endpoints = [
+            (own_component.endpoint(name), attribute)
+            for name, attribute in spec.methods("endpoint").items()
+        ]
         declaration.dynamo_context.update(
             runtime=runtime,
-            component=runtime.namespace().component(spec.name.lower()),
-            endpoints=list(endpoints),
+            component=own_component,
+            endpoints=[endpoint for endpoint, _ in endpoints],
             namespace=options.namespace,
         )
         clients_by_name = {
@@ -134,13 +138,12 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                 await system_port.listen(served, options.system_host, options.system_port)
             for attribute in spec.methods("start").values():
                 await _call(getattr(service, attribute))
-            for name, attribute in endpoints.items():
-                name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
-                serving = name_in_graph.serve_endpoint(
+            for endpoint, attribute in endpoints:
+                serving = endpoint.serve_endpoint(
                     _handler(getattr(service, attribute)),
                     on_listed=health.endpoint_is_listed,
                 )
-                running.start(f"serve {name}", serving)
+                running.start(f"serve {endpoint.name.endpoint}", serving)
             health.has_started = True
             await running.run_until(stop)
             health.is_draining = True

@@ -305,6 +305,31 @@ async def test_service_reads_the_tokens_of_a_worker(monkeypatch):
     assert (list(item[0]), item[1]) == ([7], "stop")
 
 
+async def test_context_has_the_endpoints_of_the_service_themselves(monkeypatch):
+    stop, seen = asyncio.Event(), []
+    stop.set()
+
+    @service()
+    class Server:
+        @async_on_start
+        def look(self):
+            runtime = declaration.dynamo_context["runtime"]
+            (served,) = declaration.dynamo_context["endpoints"]
+            seen.append((served.lease_id() == runtime.instance_id, served.name.path))
+
+        @endpoint()
+        async def generate(self, request: str):
+            yield request
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Server", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Server)])
+
+    assert seen == [(True, "dynamo/server/generate")]
+
+
 async def test_methods_of_a_start_are_called_in_the_order_of_the_class(monkeypatch):
     stop, called = asyncio.Event(), []
     stop.set()
