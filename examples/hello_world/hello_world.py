@@ -20,7 +20,8 @@ class Backend:
 
     @async_on_start
     async def announce(self):
-        print(f"Backend serves {dynamo_context['endpoints']}", flush=True)
+        names = [served.name.endpoint for served in dynamo_context["endpoints"]]
+        print(f"Backend serves {names}", flush=True)
 
     @endpoint()
     async def generate(self, request: Words):

@@ -15,7 +15,7 @@ from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate
 from dynamo.worker import engines
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import PROMPT
+from engine_suite import PROMPT, Host, Sink
 from salt_suite import *  # noqa: F403 (the same)
 
 # llama.cpp reports no logprobs of a prompt.
@@ -150,3 +150,17 @@ async def test_request_that_is_aborted_while_its_grammar_is_tried_never_begins(h
 
     assert (library._completions, library._names) == ({}, {})
     assert not host.sink.of("a")
+
+
+async def test_stop_begins_none_of_the_requests_that_wait(make_engine):
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    started, sink = make_engine(max_num_seqs=1), Sink()
+    host = Host(started, sink, await started.start(sink))
+    host.submit("runs", PROMPT, max_tokens=400)
+    host.submit("waits", PROMPT, max_tokens=400)
+    await sink.until(lambda: sink.of("runs"))
+    await started.stop()
+
+    assert not sink.has_ended("runs")
+    assert not problems

@@ -858,6 +858,22 @@ async def test_too_long_step_is_split_and_too_long_output_fails(held, monkeypatc
     assert holder.cancelled == [holder.calls[8]]
 
 
+async def test_output_that_cannot_be_encoded_fails_its_own_stream_only(held):
+    plane, holder, address = held
+    receivers = [Recorder() for _ in range(3)]
+    for receiver in receivers:
+        await plane.open(address, ECHO, None, receiver)
+    await holder.until(lambda: len(holder.calls) == 3)
+    for call, token in zip(holder.calls, (1, object(), 2**64), strict=True):
+        call.send(output(7))
+        call.send(output(token))
+        call.finish()
+    ends = [await receiver.end() for receiver in receivers]
+
+    assert [type(end) for end in ends] == [type(None), *2 * [errors.LocalProtocolError]]
+    assert receivers[0].tokens == [7, 1]
+
+
 async def test_streams_beyond_the_limit_are_overloaded(world):
     holder, plane = Holder(), world.plane()
     address = await world.plane(frame_connection.ConnectionLimits(max_streams=2)).serve(

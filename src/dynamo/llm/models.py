@@ -300,12 +300,22 @@ def translate_item(item: Any, index: int, end_ids: set[int]) -> Iterator[generat
             f"expected a finish_reason of {', '.join(_FINISH_REASONS)}, got {reason!r:.80}"
         )
     finish = None if reason is None else _FINISH_REASONS[str(reason)]
-    token_ids = tuple(item.get("token_ids") or ())
+    token_ids = _read_token_ids(item.get("token_ids"))
     if finish in _END_TOKENS and token_ids and token_ids[-1] not in end_ids:
         yield generate.Output(token_ids, index=index)
         token_ids = ()
     if token_ids or finish is not None:
         yield generate.Output(token_ids, finish, index=index)
+
+
+def _read_token_ids(value: Any) -> tuple[int, ...]:
+    """Return the tokens of an item, which may be those of an array. Raises EngineFailed."""
+    try:
+        return () if value is None else tuple(blocks.unpack(blocks.pack(value)))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise errors.EngineFailed(
+            f"expected token_ids of 0 to 4294967295, got {value!r:.80}"
+        ) from error
 
 
 def runtime_of(endpoint: naming.Endpoint) -> component.DistributedRuntime:

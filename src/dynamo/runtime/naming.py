@@ -12,6 +12,7 @@
 """
 
 import asyncio
+import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -136,17 +137,15 @@ class Endpoint:
             clock=self.runtime.clock,
         )
         self.runtime.served.add(served)
-        try:
+        # each part of the end happens, whatever becomes of those before it
+        async with contextlib.AsyncExitStack() as end:
+            end.callback(self.runtime.served.discard, served)
+            end.push_async_callback(served.close)
+            end.push_async_callback(self.runtime.unregister, self.name)
             await self.runtime.register(self.name, served.start_call)
             on_listed()
             served.start_checks(self.runtime.served.check)
             await asyncio.Event().wait()
-        finally:
-            try:
-                await self.runtime.unregister(self.name)
-                await served.close()
-            finally:
-                self.runtime.served.discard(served)
 
     def component(self) -> Component:
         """Return the component that this endpoint belongs to."""

@@ -60,11 +60,13 @@ class DeclaredService:
         return {name: dependency.on for name, dependency in members}
 
     def methods(self, role: str) -> dict[str, str]:
-        """Return the attributes with a role (`endpoint`, `api`, `start`, `shutdown`), by their public name."""
-        members = inspect.getmembers_static(
-            self.cls, lambda value: role in getattr(value, _ROLE, {})
-        )
-        return {getattr(value, _ROLE)[role] or name: name for name, value in members}
+        """Return the attributes with a role (`endpoint`, `api`, `start`, `shutdown`), by their public name.
+
+        They come in the order of the class, after those of its bases.
+        """
+        names = dict.fromkeys(name for cls in reversed(self.cls.__mro__) for name in vars(cls))
+        roles = {name: getattr(inspect.getattr_static(self.cls, name), _ROLE, {}) for name in names}
+        return {roles[name][role] or name: name for name in names if role in roles[name]}
 
     def check(self) -> None:
         """Raise ConfigError for a method that cannot answer, or a name that no endpoint can have."""

@@ -17,6 +17,7 @@ import msgspec
 from dynamo.base import addresses, config, draining, errors, process_setup, tasks
 from dynamo.base import clock as clocks
 from dynamo.observability import logs
+from dynamo.protocols import generate
 from dynamo.runtime import client as clients
 from dynamo.runtime import component, decorators, reachability, system_port
 from dynamo.runtime.http import browsers, exchange, server
@@ -94,15 +95,19 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
     if spec.methods("endpoint"):
         options = reachability.with_reachable_host(options, os.environ)
     async with (
-        await component.DistributedRuntime.open(options) as runtime,
+        await component.DistributedRuntime.open(options, item_type=generate.Output) as runtime,
         tasks.Tasks() as running,
     ):
         stop = process_setup.stop_on_signals()
-        endpoints = spec.methods("endpoint")
+        own_component = runtime.namespace().component(spec.name.lower())
+        endpoints = [
+            (own_component.endpoint(name), attribute)
+            for name, attribute in spec.methods("endpoint").items()
+        ]
         declaration.dynamo_context.update(
             runtime=runtime,
-            component=runtime.namespace().component(spec.name.lower()),
-            endpoints=list(endpoints),
+            component=own_component,
+            endpoints=[endpoint for endpoint, _ in endpoints],
             namespace=options.namespace,
         )
         clients_by_name = {
@@ -133,13 +138,12 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                 await system_port.listen(served, options.system_host, options.system_port)
             for attribute in spec.methods("start").values():
                 await _call(getattr(service, attribute))
-            for name, attribute in endpoints.items():
-                name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
-                serving = name_in_graph.serve_endpoint(
+            for endpoint, attribute in endpoints:
+                serving = endpoint.serve_endpoint(
                     _handler(getattr(service, attribute)),
                     on_listed=health.endpoint_is_listed,
                 )
-                running.start(f"serve {name}", serving)
+                running.start(f"serve {endpoint.name.endpoint}", serving)
             health.has_started = True
             await running.run_until(stop)
             health.is_draining = True
@@ -148,9 +152,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                 runtime.drain(limit_s, grace_s), _drain(served, runtime.clock, limit_s, grace_s)
             )
         finally:
-            await served.close()
-            for attribute in spec.methods("shutdown").values():
-                await _call(getattr(service, attribute))
+            # all of them are called, whatever becomes of those before
+            async with contextlib.AsyncExitStack() as end:
+                for attribute in reversed([*spec.methods("shutdown").values()]):
+                    end.push_async_callback(_call, getattr(service, attribute))
+                end.push_async_callback(served.close)
 
 
 def _construct(
@@ -211,7 +217,7 @@ def _caller(
             try:
                 async for item in stream:
                     has_begun = True
-                    yield item
+                    yield decorators.to_plain(item)  # an item of a worker is a struct
             except (errors.WorkerLost, errors.NoWorkers):
                 if has_begun or instance_id is not None or now() >= deadline:
                     raise

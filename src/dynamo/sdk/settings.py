@@ -52,6 +52,15 @@ class ServiceConfig(dict[str, Section]):
         skipped = (_SHARED, "common_configs", _ARGS)
         return values | {plain(key): value for key, value in own.items() if key not in skipped}
 
+    @classmethod
+    def get_parsed_config(cls, service: str) -> Section:
+        """Return a service's values in the configuration of this process, by the keys as they are written there."""
+        config = cls.get_instance()
+        own = config.get(service) or {}
+        shared = own.get(_SHARED) or own.get("common_configs") or ()
+        written = {plain(key): key for key in (*shared, *own)}
+        return {written[key]: value for key, value in config.section(service).items()}
+
     def require(self, service: str, key: str) -> Any:
         """Return a value. Raises ConfigError that names service and key if it is missing."""
         section = self.section(service)

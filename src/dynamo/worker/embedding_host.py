@@ -82,7 +82,7 @@ class EmbeddingHost:
             counters=self._metrics,
             clock=self._clock,
         )
-        self._tasks.start("embed", accepted.run())
+        self._tasks.start("embed", accepted.run(), on_death=self._hand_over)
         await self._runtime.register(self._endpoint, accepted.handle, card.record_for)
         self._is_ready = True
         _logger.info("serving embeddings of %s at %s", card.display_name, self._endpoint)
@@ -93,7 +93,11 @@ class EmbeddingHost:
         await self._tasks.run_until(stop)
 
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
-        """Finish requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before."""
+        """Finish requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before.
+
+        A worker that does not serve accepts none.
+        """
+        grace_s = grace_s if self._is_ready else 0.0
         self._is_ready = False
         if not await self._runtime.drain(timeout_s, grace_s) and self._requests is not None:
             _logger.warning(
@@ -107,6 +111,12 @@ class EmbeddingHost:
         await self._embedder.stop()
         await self.system_port.close()
         _logger.info("stopped")
+
+    def _hand_over(self, death: BaseException) -> None:
+        """Fail all requests because the task that answers them has died."""
+        assert self._requests is not None
+        self._is_ready = False
+        self._requests.hand_over(errors.WorkerDied(f"the worker's engine is lost: {death}"))
 
 
 class InputRef(NamedTuple):
@@ -195,6 +205,7 @@ class EmbeddingRequests:
         self._entry_by_id: dict[int, _Entry] = {}
         self._ids = itertools.count()
         self._has_work = asyncio.Event()
+        self._refusal: errors.WorkerLost | None = None  # set: all new requests fail with it
 
     def __len__(self) -> int:
         return len(self._entry_by_id)
@@ -220,7 +231,8 @@ class EmbeddingRequests:
         call.on_cancel(cancel)
 
     def hand_over(self, refusal: errors.WorkerLost) -> None:
-        """Fail all requests, so that other workers answer them."""
+        """Fail all requests, and all new ones, so that other workers answer them."""
+        self._refusal = refusal
         for call_id in list(self._entry_by_id):
             if (entry := self._release(call_id, refusal)) is not None:
                 entry.call.fail(refusal)
@@ -236,6 +248,8 @@ class EmbeddingRequests:
             await self._embed(batch)
 
     def _admit(self, body: msgspec.Raw) -> encoders.EmbeddingRequest:
+        if self._refusal is not None:
+            raise errors.WorkerLost(str(self._refusal))
         if len(self._entry_by_id) >= self._limit or self._queue.num_tokens > MAX_WAITING_TOKENS:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         try:

@@ -78,7 +78,8 @@ class LoraAdapters:
         self._load_s = load_s
         self._numbers = itertools.count(1)
         self._number_by_name: dict[str, int] = {}
-        self._directory_by_name: dict[str, Path] = {}  # without those of the command line
+        # of those that clients can use; None: from the command line
+        self._directory_by_name: dict[str, Path | None] = {}
         self._model_name: str | None = None
         self._change_lock = asyncio.Lock()
         self._tasks = tasks.Tasks()
@@ -87,6 +88,7 @@ class LoraAdapters:
         """Accept commands: the worker serves now, under this name."""
         self._model_name = model_name
         self._number_by_name = {name: next(self._numbers) for name in self._store.lora_names}
+        self._directory_by_name = dict.fromkeys(self._number_by_name)
 
     @property
     def number_by_name(self) -> Mapping[str, int]:
@@ -177,7 +179,7 @@ class LoraAdapters:
                     f"{name!r}: not loaded within {self._load_s:g} s"
                 ) from error
             try:
-                await self._publish(self._store.lora_names)
+                await self._publish((*self._directory_by_name, name))
             except BaseException:
                 await self._store.unload_lora(name)
                 raise
@@ -194,12 +196,11 @@ class LoraAdapters:
                 raise model_errors.ModelNotFound(
                     f"there is no LoRA adapter {name!r} here, but {loaded}"
                 )
-            await self._publish(tuple(n for n in self._store.lora_names if n != name))
+            await self._publish(tuple(n for n in self._directory_by_name if n != name))
             self._directory_by_name.pop(name, None)
-            number = self._number_by_name.pop(name)
             await self._store.unload_lora(name)
             _logger.info("the LoRA adapter %r is unloaded", name)
-            return number
+            return self._number_by_name.pop(name)
 
     def _check_serving(self) -> None:
         if not self._is_serving():
@@ -209,7 +210,7 @@ class LoraAdapters:
         if name == self._model_name:
             raise errors.Conflict(f"{name!r} is the model itself: give the adapter another name")
         if name in self._number_by_name:
-            origin = self._directory_by_name.get(name, "the start")
+            origin = self._directory_by_name.get(name, "an unload that failed") or "the start"
             raise errors.Conflict(f"the adapter {name!r} is there, from {origin}: unload it first")
         if len(self._number_by_name) >= MAX_ADAPTERS:
             raise errors.Conflict(f"there are {MAX_ADAPTERS} LoRA adapters here: unload one first")

@@ -267,7 +267,7 @@ def test_missed_batches_are_replayed_once():
 
     events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK), replay)
 
-    held = listen(events, [1, 4, 2, 5])
+    held = listen(events, [1, 3, 4, 5])
 
     assert held == set(names(0, 1, 2, 3, 4, 5))
     assert asked == [0]
@@ -282,6 +282,17 @@ def test_lost_batches_clear_all_blocks(replay):
 
     assert held == set()
     assert (events.num_gaps, events.num_dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("replay", [None, lambda first: []])
+@pytest.mark.parametrize(("numbers", "kept"), [([0, 1], (0, 1)), ([2], ())])
+def test_publisher_that_was_started_anew_is_heard(replay, numbers, kept):
+    events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK), replay)
+    listener = StoredHashes()
+    for number in (0, 1, 2, 3, *numbers):
+        listener.hear(events.receive(number, numbered(number)))
+
+    assert listener.names == set(names(*kept))
 
 
 def test_an_unreadable_batch_clears_all_blocks():

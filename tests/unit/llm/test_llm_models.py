@@ -6,6 +6,7 @@ import json
 import shutil
 
 import msgspec
+import numpy as np
 import pytest
 
 from dynamo.base import errors, tasks
@@ -137,6 +138,8 @@ async def test_error_of_the_engine_reaches_the_frontend(runtime, running):
         ({"token_ids": [], "finish_reason": "eos"}, [((), "eos")]),
         ({"token_ids": [4], "finish_reason": "length"}, [((4,), "length")]),
         ({"token_ids": []}, []),
+        ({"token_ids": None, "finish_reason": "eos"}, [((), "eos")]),
+        ({"token_ids": np.array([4, 2]), "finish_reason": "stop"}, [((4, 2), "stop")]),
     ],
 )
 def test_item_becomes_outputs_that_keep_its_last_token_visible(item, outputs):
@@ -153,6 +156,9 @@ def test_item_becomes_outputs_that_keep_its_last_token_visible(item, outputs):
         ({"finish_reason": "cancelled"}, "the engine gave the request up: cancelled"),
         ({"finish_reason": "done"}, "expected a finish_reason of eos, stop, .* got 'done'"),
         ({"finish_reason": {"error": "no GPU"}}, "the engine failed: no GPU"),
+        ({"token_ids": ["four"]}, "expected token_ids of 0 to 4294967295, got .'four'"),
+        ({"token_ids": [-1]}, "expected token_ids of 0 to 4294967295"),
+        ({"token_ids": 4}, "expected token_ids of 0 to 4294967295, got 4"),
     ],
 )
 def test_item_that_is_none_fails_the_request(item, reason):

@@ -449,6 +449,35 @@ async def test_exception_in_a_handler_is_a_500_and_is_logged(kind, caplog):
     assert "secret" in caplog.text
 
 
+async def test_handler_that_waits_for_what_is_cancelled_answers_500(caplog):
+    async def wait(exchange):
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+
+    async with serving(wait) as running:
+        text = await talk(running, last())
+
+    assert text.startswith(b"HTTP/1.1 500 ")
+    assert "GET / failed" in caplog.text
+
+
+async def test_handler_that_is_cancelled_because_its_client_went_away_is_not_logged(caplog):
+    waits = []
+
+    async def wait(exchange):
+        exchange.on_disconnect(asyncio.current_task().cancel)
+        waits.append(exchange)
+        await asyncio.Event().wait()
+
+    async with serving(wait) as running:
+        async with connected(running, last()):
+            await until(lambda: waits)
+        await until(lambda: not running.answering)
+
+    assert not caplog.text
+
+
 async def test_exception_in_a_stream_leaves_the_response_incomplete(caplog):
     def broken(exchange):
         exchange.start_stream(200, content_type="text/plain")

@@ -122,6 +122,35 @@ async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_serv
     assert await values(await client.generate("hi")) == ["hi"]
 
 
+async def test_endpoint_that_could_not_leave_discovery_ends_its_requests(service, monkeypatch):
+    is_leaving, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def handler(request):
+        try:
+            yield "begun"
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    async def hang(*keys):
+        is_leaving.set()
+        await asyncio.Event().wait()
+
+    serving_task, client = await service.serve(handler)
+    stream = await client.generate("hi")
+    assert (await anext(stream)).data() == "begun"
+    with monkeypatch.context() as away:
+        away.setattr(service.runtime.discovery, "delete", hang)
+        serving_task.cancel()
+        await is_leaving.wait()
+        serving_task.cancel()
+        await asyncio.wait([serving_task])
+
+    assert has_ended.is_set()
+    with pytest.raises(errors.WorkerLost, match="is not served here any more"):
+        await values(stream)
+
+
 async def test_answer_of_an_engine_that_ends_is_not_complete(service, caplog):
     async def handler(request):
         yield "begun"

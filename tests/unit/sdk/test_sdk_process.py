@@ -11,14 +11,17 @@ import pydantic
 import pytest
 
 from dynamo.base import config, errors
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import browsers
 from dynamo.sdk import (
     api,
+    async_on_start,
     declaration,
     depends,
     endpoint,
     liveness,
+    on_shutdown,
     process,
     readiness,
     service,
@@ -268,6 +271,116 @@ async def test_requests_of_a_service_may_take_as_long_as_its_setting_says(
     await process.run(options, [declaration.spec_of(Idle)])
 
     assert drains == [expected]
+
+
+async def test_service_reads_the_tokens_of_a_worker(monkeypatch):
+    stop, worker = asyncio.Event(), instances.EndpointName("dynamo", "asker", "generate")
+    answers = []
+
+    def answer(call):
+        call.send(generate.Output((7,), generate.FinishReason.STOP))
+        call.finish()
+
+    @service()
+    class Asker:
+        @async_on_start
+        async def ask(self):
+            runtime = declaration.dynamo_context["runtime"]
+            await runtime.register(worker, answer)
+            client = runtime.client(worker)
+            await client.wait_for_instances(PATIENT_S)
+            answers.extend([i async for i in client.stream("hi", item_type=generate.Output)])
+            call = process._caller(runtime, "dynamo", Asker)
+            answers.extend([item async for item in call("generate", "hi", None)])
+            stop.set()
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Asker", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Asker)])
+
+    output, item = answers
+    assert output == generate.Output((7,), generate.FinishReason.STOP)
+    assert (list(item[0]), item[1]) == ([7], "stop")
+
+
+async def test_context_has_the_endpoints_of_the_service_themselves(monkeypatch):
+    stop, seen = asyncio.Event(), []
+    stop.set()
+
+    @service()
+    class Server:
+        @async_on_start
+        def look(self):
+            runtime = declaration.dynamo_context["runtime"]
+            (served,) = declaration.dynamo_context["endpoints"]
+            seen.append((served.lease_id() == runtime.instance_id, served.name.path))
+
+        @endpoint()
+        async def generate(self, request: str):
+            yield request
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Server", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Server)])
+
+    assert seen == [(True, "dynamo/server/generate")]
+
+
+async def test_methods_of_a_start_are_called_in_the_order_of_the_class(monkeypatch):
+    stop, called = asyncio.Event(), []
+    stop.set()
+
+    class Base:
+        @async_on_start
+        def zero(self):
+            called.append("zero")
+
+    @service()
+    class Starter(Base):
+        @async_on_start
+        async def open(self):
+            called.append("open")
+
+        @async_on_start
+        def ask(self):
+            called.append("ask")
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Starter", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    await process.run(options, [declaration.spec_of(Starter)])
+
+    assert called == ["zero", "open", "ask"]
+
+
+async def test_shutdown_method_that_fails_does_not_keep_the_next_from_being_called(monkeypatch):
+    stop, called = asyncio.Event(), []
+    stop.set()
+
+    @service()
+    class Leaver:
+        @on_shutdown
+        def leave(self):
+            called.append("leave")
+            raise RuntimeError("the register is away")
+
+        @on_shutdown
+        async def save(self):
+            called.append("save")
+
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    options = process.ServiceProcessConfig(
+        target="m:Leaver", discovery_backend="mem", request_plane="memory", event_plane="memory"
+    )
+    with pytest.raises(RuntimeError, match="register is away"):
+        await process.run(options, [declaration.spec_of(Leaver)])
+
+    assert called == ["leave", "save"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The configuration of a graph: precedence, sections and flags."""
 
+import json
+
 import pytest
 
 from dynamo.base import errors
@@ -87,6 +89,19 @@ def test_prefix_chooses_flags():
     values = ServiceConfig(A={"x-one": 1, "two": 2})
 
     assert values.as_args("A", "x-") == ["--one", "1"]
+
+
+def test_parsed_config_of_a_service_has_the_keys_of_the_file(monkeypatch):
+    own = {"served_model_name": "m", "common-configs": ["kv-transfer", "port"], "port": 2}
+    sections = {"Common": {"kv-transfer": "x", "port": 1}, "A": {**own, "ServiceArgs": {}}}
+    monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", json.dumps(sections))
+
+    assert ServiceConfig.get_parsed_config("A") == {
+        "kv-transfer": "x",
+        "served_model_name": "m",
+        "port": 2,
+    }
+    assert ServiceConfig.get_parsed_config("B") == {}
 
 
 def test_environment_holds_the_configuration(monkeypatch):

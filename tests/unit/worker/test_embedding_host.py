@@ -295,6 +295,23 @@ async def test_request_that_outlives_the_drain_is_handed_over_to_another_worker(
     assert type(caught.value) is errors.WorkerLost
 
 
+async def test_request_to_an_embedder_that_is_lost_is_handed_over_at_once(world, monkeypatch):
+    host, asker = world
+
+    async def die(embedder, batch):
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr(MockEmbedder, "embed", die)
+    await host.start()
+
+    with pytest.raises(errors.WorkerDied, match="engine is lost: no such kernel"):
+        await asyncio.wait_for(ask(asker, [1]), PATIENT_S)
+    with pytest.raises(errors.WorkerLost, match="engine is lost"):
+        await ask(asker, [1])
+    with pytest.raises(TypeError):
+        await host.run_until(asyncio.Event())
+
+
 async def test_card_of_an_embedding_worker_has_the_template_of_its_flag(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     worker = settings.WorkerConfig(custom_jinja_template=str(tmp_path / "own.jinja"))

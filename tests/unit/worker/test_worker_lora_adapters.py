@@ -36,6 +36,8 @@ class World:
         self.calls.append(f"load {name}")
 
     async def unload_lora(self, name):
+        if self.failure is not None:
+            raise self.failure
         self.names.remove(name)
         self.calls.append(f"unload {name}")
 
@@ -169,6 +171,24 @@ async def test_adapter_that_the_engine_refuses_is_not_published(world, adapters,
         await adapters.load("poet", poet)
     assert world.calls == []
     assert adapters.number_by_name == {"native": 1}
+
+
+async def test_unload_that_failed_in_the_engine_can_be_repeated(world, adapters, poet, tmp_path):
+    await adapters.load("poet", poet)
+    world.failure = errors.EngineFailed("no answer")
+    with pytest.raises(errors.EngineFailed, match="no answer"):
+        await adapters.unload("poet")
+    world.failure, world.calls = None, []
+
+    with pytest.raises(errors.Conflict, match="from an unload that failed: unload it first"):
+        await adapters.load("poet", poet)
+    await adapters.load("clerk", make(tmp_path / "clerk"))
+    unloaded = await adapters.unload("poet")
+
+    assert unloaded == 2
+    assert world.names == ["native", "clerk"]
+    # the name is not published again meanwhile
+    assert world.calls == ["load clerk", *2 * [("native", "clerk")], "unload poet"]
 
 
 async def test_engine_that_exceeds_the_time_limit_fails(world, poet):

@@ -228,6 +228,7 @@ class RankBatches:
         self._translator = translator
         self._replay = replay
         self._next_number = 0
+        self._last_number = -1  # that came, other than by a replay
 
     @property
     def num_dropped(self) -> int:
@@ -235,8 +236,15 @@ class RankBatches:
         return self._translator.num_dropped
 
     def receive(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:
-        """Translate a batch, after those that were missed before it; a batch that came before yields nothing."""
+        """Translate a batch, after those that were missed before it; one that was replayed already yields nothing.
+
+        The numbers of a publisher only rise: one that does not is that of a publisher that was started anew.
+        """
         translated: list[kv_events.KvEvent] = []
+        if number <= self._last_number:
+            translated += self._record_gap()
+            self._next_number = 0
+        self._last_number = number
         if number > self._next_number and self._replay is not None:
             for replayed, replayed_payload in self._replay(self._next_number):
                 if replayed == self._next_number:

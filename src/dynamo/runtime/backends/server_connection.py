@@ -388,10 +388,10 @@ class ServerConnection:
         self._write_step(tuple(items), tuple(streams))
 
     def _write_step(self, items: tuple[wire.StepItem[Any], ...], ended: tuple[int, ...]) -> None:
-        """Write one Step frame; in halves if it would be too long."""
+        """Write one Step frame; in halves if it would be too long, or an item of it cannot be sent at all."""
         try:
             frame = wire.encode(wire.Step(items, ended))
-        except errors.LocalProtocolError as error:
+        except (errors.LocalProtocolError, TypeError, OverflowError, ValueError) as error:
             if len(items) > 1:
                 half = len(items) // 2
                 self._write_step(items[:half], ())
@@ -401,12 +401,11 @@ class ServerConnection:
         self._step_bytes.inc(len(frame))
         self.frames.write(frame)
 
-    def _drop_item(
-        self, number: int, ended: tuple[int, ...], error: errors.LocalProtocolError
-    ) -> bytes:
-        """Fail a stream with an item that is too long for the wire; the others end as they should."""
+    def _drop_item(self, number: int, ended: tuple[int, ...], error: Exception) -> bytes:
+        """Fail a stream with an item that the wire does not take; the others end as they should."""
         call = self._calls.get(number)
         if call is not None:
             call.cancel()
         _log.error("stream %d of %s: %s", number, self._peer, error)
-        return wire.encode(wire.Fail.of(number, error)) + wire.encode(wire.Step((), ended))
+        failure = errors.LocalProtocolError(str(error))
+        return wire.encode(wire.Fail.of(number, failure)) + wire.encode(wire.Step((), ended))

@@ -438,8 +438,7 @@ class _Connection(asyncio.Protocol):
         exchange = self._active = Exchange(request, self, self._answered)
         try:
             result = self._server.handler(exchange)
-        except Exception:
-            _logger.exception("%s %s failed", request.method, request.path)
+        except Exception:  # noqa: BLE001 (the supervisor of all handlers)
             self._give_up(exchange)
             return
         if result is not None:
@@ -450,14 +449,15 @@ class _Connection(asyncio.Protocol):
         """Take the task out of `answering` itself: a callback would cost as much as the task."""
         try:
             await result
-        except Exception:
-            _logger.exception("%s %s failed", exchange.request.method, exchange.request.path)
-            self._give_up(exchange)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (what it awaits may be cancelled)
+            if isinstance(error, Exception) or not exchange.is_closed:
+                self._give_up(exchange)
         finally:
             del self._server.answering[exchange]
 
     def _give_up(self, exchange: Exchange) -> None:
         """The handler raised, which is a bug of ours: it is in the log, and the client learns no more than that."""
+        _logger.exception("%s %s failed", exchange.request.method, exchange.request.path)
         if exchange.is_streaming:
             self.abort()
         else:

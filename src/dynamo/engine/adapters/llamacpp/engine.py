@@ -341,6 +341,7 @@ class LlamaLibrary:
         """End llama.cpp's threads; each ends with the token, or the batch of a prompt, that it computes."""
         for running in self._completions.values():
             running.is_aborted = True
+            self._slots.withdraw(running.claim)  # or it would be started with the next slot
         await self._grammars.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self._server = None
