@@ -350,6 +350,16 @@ def test_typed_workers_are_disaggregated_and_only_prefill_is_flagged(services):
     assert "-prefill-worker" not in command_line(found["Decodeworker1"])
 
 
+def test_worker_gets_a_gpu_for_each_rank_unless_its_resources_say_otherwise(services):
+    found = services(
+        "workers[0].model.path=m,workers[0].tensorParallelSize=4,workers[1].model.path=m,"
+        "workers[2].model.path=m,workers[2].tensorParallelSize=4,workers[2].resources.limits.gpu=8"
+    )
+    gpus = {name: service["resources"]["limits"].get("gpu") for name, service in found.items()}
+
+    assert gpus == {"Frontend": None, "Worker0": "4", "Worker1": "1", "Worker2": 8}
+
+
 def test_values_of_a_file_reach_workers_as_they_are_written(archives):
     worker = {
         "model": {"path": "m"},
