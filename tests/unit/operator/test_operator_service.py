@@ -405,6 +405,25 @@ async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, 
         await until(lambda: is_ready(cluster, "bad"))
 
 
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ({"env": [{"name": "A", "valu": "1"}]}, ".valu: field not declared in schema"),
+        ({"ports": [{"name": "api", "containerPort": 9090}]}, "duplicate entries for key"),
+    ],
+)
+async def test_pod_that_the_schema_refuses_is_said_in_the_status(server, cluster, mistake, reason):
+    main = worker()["extraPodSpec"]["mainContainer"] | mistake
+    async with running(server):
+        await cluster.create(make_graph("g", {"W": worker(extraPodSpec={"mainContainer": main})}))
+
+        async def is_said():
+            graph = await cluster.get(API, DGD, "g")
+            return reason in objects.find_condition(graph, "Ready").get("message", "")
+
+        await until(is_said)
+
+
 async def test_unforeseen_fault_of_one_object_ends_nothing_for_others(
     server, cluster, monkeypatch, caplog
 ):
