@@ -79,6 +79,20 @@ def test_platform_fits_the_schemas_of_kubernetes(platform, values, version):
         kubernetes_validate.validate(obj, version, strict=True)
 
 
+def test_longest_name_of_a_release_leaves_room_for_the_label_of_its_pods(platform):
+    """A StatefulSet's name with a dash and ten digits is a label of its pods."""
+    objects = render(platform, name="r" * 53)
+    operator, sets = of_kind(objects, "Deployment"), of_kind(objects, "StatefulSet")
+    (manager,) = [spec for name, spec in operator.items() if name.endswith("controller-manager")]
+    arguments = " ".join(manager["spec"]["template"]["spec"]["containers"][0]["args"])
+
+    assert len(sets) == 2
+    for name in sets:
+        assert len(name) <= 52
+        assert name in of_kind(objects, "Service")
+        assert f"{name}.dynamo-kubernetes:" in arguments
+
+
 def test_platform_has_the_pods_of_the_guide(platform):
     containers = {name: len(spec["containers"]) for name, spec in pod_specs(render(platform))}
 
