@@ -80,7 +80,8 @@ class Reconciler:
         is_updating = graph.is_updating(root, observed)
         if is_updating:
             instances = await pod_calls.count_admitted(observed.pods, self._heard_frontends)
-            observed = dataclasses.replace(observed, instances=instances)
+            # the workers as they are by now: one of them may have died meanwhile
+            observed = dataclasses.replace(self._cache.observe(root, now), instances=instances)
         starting: dict[str, tuple[str, int]] = {}
         is_secret_absent = False
         if key[0] == "DynamoGraphDeployment":
