@@ -381,13 +381,22 @@ async def is_empty(cluster):
     return not any([await cluster.list(*kind) for kind in EXPORTED[:-1]])
 
 
-async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, cluster):
+@pytest.mark.parametrize(
+    ("code", "refusal"),
+    [
+        (422, "no such field"),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": refused'),
+    ],
+)
+async def test_refused_write_is_said_and_tried_again_while_others_go_on(
+    server, cluster, code, refusal
+):
     answer, is_refusing = server.handle_async_request, True
 
     async def handle(request):
         is_bad = request.url.path.endswith("/deployments/bad-decode")
         if is_refusing and is_bad and request.method == "PATCH":
-            return httpx2.Response(422, json={"message": "no such field"})
+            return httpx2.Response(code, json={"message": refusal})
         return await answer(request)
 
     server.handle_async_request = handle
@@ -398,7 +407,7 @@ async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, 
 
         async def said():
             message = objects.find_condition(await cluster.get(API, DGD, "bad"), "Ready")
-            return "no such field" in message.get("message", "")
+            return refusal in message.get("message", "")
 
         await until(said)
         is_refusing = False
