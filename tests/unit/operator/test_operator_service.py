@@ -583,6 +583,12 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
+async def test_frontend_tells_workers_of_embeddings_too():
+    rows = [{"endpoint": "embed", "namespace": "a"}]
+    async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
+        assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
+
+
 @pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"7", b'{"instances": [7]}'])
 async def test_frontend_that_answers_something_else_tells_nothing(body):
     async with played_frontend(body) as port:
