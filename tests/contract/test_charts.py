@@ -79,6 +79,20 @@ def test_platform_fits_the_schemas_of_kubernetes(platform, values, version):
         kubernetes_validate.validate(obj, version, strict=True)
 
 
+def test_longest_name_of_a_release_leaves_room_for_the_label_of_its_pods(platform):
+    """A StatefulSet's name with a dash and ten digits is a label of its pods."""
+    objects = render(platform, name="r" * 53)
+    operator, sets = of_kind(objects, "Deployment"), of_kind(objects, "StatefulSet")
+    (manager,) = [spec for name, spec in operator.items() if name.endswith("controller-manager")]
+    arguments = " ".join(manager["spec"]["template"]["spec"]["containers"][0]["args"])
+
+    assert len(sets) == 2
+    for name in sets:
+        assert len(name) <= 52
+        assert name in of_kind(objects, "Service")
+        assert f"{name}.dynamo-kubernetes:" in arguments
+
+
 def test_platform_has_the_pods_of_the_guide(platform):
     containers = {name: len(spec["containers"]) for name, spec in pod_specs(render(platform))}
 
@@ -348,6 +362,16 @@ def test_typed_workers_are_disaggregated_and_only_prefill_is_flagged(services):
     assert "--is-prefill-worker" in command_line(found["Prefillworker0"])
     assert found["Decodeworker1"]["subComponentType"] == "decode"
     assert "-prefill-worker" not in command_line(found["Decodeworker1"])
+
+
+def test_worker_gets_a_gpu_for_each_rank_unless_its_resources_say_otherwise(services):
+    found = services(
+        "workers[0].model.path=m,workers[0].tensorParallelSize=4,workers[1].model.path=m,"
+        "workers[2].model.path=m,workers[2].tensorParallelSize=4,workers[2].resources.limits.gpu=8"
+    )
+    gpus = {name: service["resources"]["limits"].get("gpu") for name, service in found.items()}
+
+    assert gpus == {"Frontend": None, "Worker0": "4", "Worker1": "1", "Worker2": 8}
 
 
 def test_values_of_a_file_reach_workers_as_they_are_written(archives):

@@ -9,6 +9,7 @@ The fields of Kubernetes's PodSpec and Container are one level deep: they let th
 would make each custom resource definition twenty times as large.
 """  # decider
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -83,6 +84,7 @@ QUANTITY = (
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
     r"(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$"
 )
+_PREFILL_FLAG = re.compile("--is-prefill-worker|--(disaggregation-mode|worker-type)[ =]prefill")
 S = TypeVar("S", bound="Resource")
 
 Texts = Annotated[dict[str, str], Meta(max_length=256)]
@@ -271,7 +273,7 @@ class ServiceSpec(ServiceFields):
         """Return True for a worker that computes prompts for others."""
         main = (self.extra_pod_spec or {}).get("mainContainer") or {}
         words = " ".join([*main.get("command", ()), *main.get("args", ())])
-        return self.sub_component_type == "prefill" or "--is-prefill-worker" in words
+        return self.sub_component_type == "prefill" or bool(_PREFILL_FLAG.search(words))
 
 
 class ComponentSpec(ServiceSpec):

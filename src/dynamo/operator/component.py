@@ -20,6 +20,7 @@ _PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodA
 _SERVICE_NAME = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 _CPU_PERCENT = 80
 _MAX_GROVE_NAME = 42  # Grove allows 45 characters of a set and a clique together
+_MAX_SET_NAME = 52  # of a StatefulSet: its pods have it with eleven characters more as a label
 
 
 def find_token_name(resource: Object) -> str | None:
@@ -230,9 +231,16 @@ def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes
             f"service {component.service}: multinode needs Grove or LeaderWorkerSets; install Grove, or the controller"
             " of LeaderWorkerSets, and start the operator with --enable-lws"
         )
+    num_replicas = _num_replicas(component)
+    most = _MAX_SET_NAME - len(f"-{max(0, num_replicas - 1)}")  # a StatefulSet for each group
+    if len(component.name) > most:
+        raise errors.ConfigError(
+            f"service {component.service}: {num_replicas} LeaderWorkerSet groups take at most {most} characters of"
+            f" {component.name}: shorten the name of the deployment or of the service"
+        )
     templates = _make_node_templates(component, num_nodes, pod_template.LEADER_WORKER_SET)
     spec = {
-        "replicas": _num_replicas(component),
+        "replicas": num_replicas,
         "rolloutStrategy": {
             "type": "RollingUpdate",
             "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},

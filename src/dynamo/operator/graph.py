@@ -134,11 +134,9 @@ def decide(
         for existing in observed.owned_by(resource, "DynamoComponentDeployment")
         if existing["metadata"]["name"] not in names
     ]
-    frontends = [item for item in desired if _is_frontend(item)]
-    if any(causes.find_component_cause(item, observed) for item in frontends):
-        unneeded = [item for item in leftover if not _is_frontend(item)]  # it may have a new name
-    else:
-        unneeded = leftover
+    unneeded = rollout.find_unneeded(
+        observed, desired, leftover, has_generations=bool(graph.workers)
+    )
     claims = [
         component.make_claim(claim, resource, {objects.GRAPH_LABEL: graph.name})
         for claim in graph.spec.pvcs or ()
@@ -163,10 +161,6 @@ def decide(
         status=make_status(graph, observed, desired, leftover),
         other_statuses=tuple(make_adapter_statuses(graph, observed, desired)),
     )
-
-
-def _is_frontend(item: Object) -> bool:
-    return str(item["spec"].get("componentType")).lower() == "frontend"
 
 
 _FAILED = "failed_to_reconcile_the_resources"

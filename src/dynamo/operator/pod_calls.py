@@ -17,6 +17,7 @@ from dynamo.runtime.http import client
 _HTTP_TIMEOUT_S = 3.0
 _FRONTEND_TIMEOUT_S = 10.0  # an update waits for frontends, on a busy machine too
 _MOST_BYTES = 4 * 2**20
+_ENDPOINTS = ("generate", "embed")  # of workers
 _logger = logging.getLogger(__name__)
 
 
@@ -70,7 +71,7 @@ async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] 
     try:
         _, answer = await call_pod(address, port, "GET", "/health", timeout_s=_FRONTEND_TIMEOUT_S)
         for entry in answer["instances"]:
-            if entry["endpoint"] == "generate":
+            if entry["endpoint"] in _ENDPOINTS:
                 counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1
     except (errors.DynamoError, LookupError, TypeError) as error:
         _logger.info("the frontend at %s does not tell its instances: %s", address, error)

@@ -15,7 +15,7 @@ from dynamo.base import errors
 from dynamo.operator import api_types, causes, objects, pod_template, reviews
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import graph_deployment, pod_states
 
 _LARGEST = graph_deployment.ProfiledSize(mode="disagg", num_prefill=1, num_decode=1)
 _MEASURED_FIELDS = ("model", "backend", "useMocker", "profilingConfig")
@@ -59,6 +59,8 @@ class _ProfilingConfig(msgspec.Struct, rename="camel"):
     """The `profilingConfig` of a request."""
 
     profiler_image: str | None = None
+    resources: dict[str, Any] = {}
+    tolerations: list[dict[str, Any]] = []
     config: _ProfilerSettings = msgspec.field(default_factory=_ProfilerSettings)
 
 
@@ -66,6 +68,7 @@ class _Overrides(msgspec.Struct, rename="camel"):
     """The `deploymentOverrides` of a request."""
 
     name: _ObjectName | None = None
+    namespace: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     workers_image: str | None = None
@@ -119,11 +122,9 @@ def decide(
         if failure is not None:
             return _report(resource, observed, "Failed", ("Profiling", "ProfilingFailed", failure))
         state = "Profiling" if found_job else "Pending"
-        text = "the profiler measures a worker"
+        step = ("Profiling", *_describe_profiler(observed, resource))
         created = () if found_job else (job,)
-        return _report(
-            resource, observed, state, ("Profiling", "ProfilingRunning", text), create=created
-        )
+        return _report(resource, observed, state, step, create=created)
     status_change = {"generatedDeployment": generated}
     if not spec.auto_apply:
         text = "the deployment stands in status.generatedDeployment; apply it"
@@ -195,8 +196,11 @@ def make_job(resource: Object, spec: api_types.RequestSpec, settings: OperatorCo
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     pod: Object = {"restartPolicy": "Never", "containers": [container]}
-    if not spec.use_mocker:
-        container["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+    device: Object = {} if spec.use_mocker else {"limits": {"nvidia.com/gpu": "1"}}
+    if resources := objects.merge(device, profiling.resources):
+        container["resources"] = resources
+    if profiling.tolerations:
+        pod["tolerations"] = profiling.tolerations
     if settings.restricted_security_context:
         pod["securityContext"] = pod_template.RESTRICTED_POD
         container["securityContext"] = pod_template.RESTRICTED_CONTAINER
@@ -242,6 +246,13 @@ def _check_deployment(
     largest = make_deployment(resource, spec, _LARGEST)
     if (resource.get("status") or {}).get("generatedDeployment"):
         return
+    overrides = _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
+    own_namespace = resource["metadata"]["namespace"]
+    if overrides.namespace not in (None, own_namespace):
+        raise errors.ConfigError(
+            f"spec.deploymentOverrides.namespace: expected {own_namespace}, that of the request,"
+            f" got {overrides.namespace}"
+        )
     try:
         reviews.check_graph(largest, settings, is_new=True)
     except errors.ConfigError as error:
@@ -249,12 +260,26 @@ def _check_deployment(
         raise errors.ConfigError(text) from error
 
 
-def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:
-    """Return why profiling has failed, or None if it has not."""
+def _find_pods(observed: Observed, resource: Object) -> list[Object]:
+    """Return the pods of a request's profiler."""
     name = resource["metadata"]["name"]
-    pods = [
+    return [
         pod for pod in observed.pods if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
     ]
+
+
+def _describe_profiler(observed: Observed, resource: Object) -> tuple[str, str]:
+    """Return reason and message for a profiler that has not ended: what keeps its pod from starting, if anything."""
+    running = causes.Cause("ProfilingRunning", "the profiler measures a worker")
+    pods = [pod for pod in _find_pods(observed, resource) if not pod_states.has_ended(pod)]
+    found = [cause for pod in pods if (cause := causes.pod_cause(pod)) is not None]
+    cause = causes.select_first([each for each in found if each.reason != "Starting"], running)
+    return cause.reason, cause.message
+
+
+def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:
+    """Return why profiling has failed, or None if it has not."""
+    pods = _find_pods(observed, resource)
     if job and _is_of_former_spec(job, resource):
         return (
             "the profiler measured the request before it was changed;"

@@ -34,6 +34,7 @@ _POLL_S = (
 )
 _START_POLL_S = 3.0  # between two looks at workers that start
 ABSENT_SECRET_POLL_S = 60.0  # Secrets are not watched
+_WEBHOOK_FAILED = "failed calling webhook"  # a 500 by a webhook of others, not of a cluster away
 _UNSTABLE = ("resourceVersion", "managedFields", "generation")
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Reconciler:
         is_updating = graph.is_updating(root, observed)
         if is_updating:
             instances = await pod_calls.count_admitted(observed.pods, self._heard_frontends)
-            observed = dataclasses.replace(observed, instances=instances)
+            # the workers as they are by now: one of them may have died meanwhile
+            observed = dataclasses.replace(self._cache.observe(root, now), instances=instances)
         starting: dict[str, tuple[str, int]] = {}
         is_secret_absent = False
         if key[0] == "DynamoGraphDeployment":
@@ -107,8 +109,10 @@ class Reconciler:
             await self._act(decision, root["metadata"]["namespace"])
         except errors.Conflict:  # something has changed meanwhile: the next look sees it
             raise
-        except (errors.RequestError, connection.KindMissing) as error:
-            await self._write_failure(root, decision, str(error), now)
+        except (errors.RequestError, errors.Unavailable, connection.KindMissing) as error:
+            is_away = isinstance(error, errors.Unavailable) and _WEBHOOK_FAILED not in str(error)
+            if not is_away:
+                await self._write_failure(root, decision, str(error), now)
             raise
         await self._write_status(root, decision.status)
         for item in decision.other_statuses:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.operator import api_types, objects
+from dynamo.operator import api_types, causes, objects
 
 Replicas = dict[str, int]  # by service
 AUTOSCALED_ANNOTATION = f"{api_types.GROUP}/autoscaled-replicas"  # of an update's components
@@ -192,6 +192,33 @@ def fix_autoscaler(spec: objects.Object, replicas: int) -> objects.Object:
     """Return the spec of a component whose autoscaler keeps to this number; without one for no replicas."""
     fixed = {"enabled": replicas > 0, "minReplicas": replicas, "maxReplicas": replicas}
     return {**spec, "autoscaling": {**(spec.get("autoscaling") or {}), **fixed}}
+
+
+def find_unneeded(
+    observed: objects.Observed,
+    desired: list[objects.Object],
+    leftover: list[objects.Object],
+    *,
+    has_generations: bool,
+) -> list[objects.Object]:
+    """Return the components to delete of those that the spec no longer has.
+
+    A frontend or a worker may have got another name: it stays until all of its kind are available, but for workers of
+    generations, which `plan` has counted.
+    """
+    waiting_types = {
+        _type_of(item) for item in desired if causes.find_component_cause(item, observed)
+    }
+    return [
+        item
+        for item in leftover
+        if _type_of(item) not in waiting_types & {"frontend", "worker"}
+        or (has_generations and objects.HASH_LABEL in objects.labels_of(item))
+    ]
+
+
+def _type_of(item: objects.Object) -> str:
+    return str(item["spec"].get("componentType")).lower()
 
 
 def describe_update(

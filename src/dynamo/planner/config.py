@@ -220,7 +220,8 @@ class PlannerConfig(component.RuntimeConfig):
     environment: Literal["local", "kubernetes", "virtual"] = config.option(
         "local",
         help="local: worker processes on this machine; kubernetes: replicas of the DynamoGraphDeployment that this"
-        " pod belongs to; virtual: targets in discovery for a foreign orchestrator",
+        " pod belongs to, the default in such a pod; virtual: targets in discovery for a foreign orchestrator",
+        implied=("DYN_PARENT_DGD_K8S_NAME", "kubernetes"),
     )
     backend: str = config.option(
         "mocker", help="local: engine of the workers: native, mocker, vllm …"

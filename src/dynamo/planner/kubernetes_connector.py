@@ -234,7 +234,8 @@ def _failure(pod: Object) -> str:
             return (
                 f"{name} cannot be scheduled: {condition.get('message', condition.get('reason'))}"
             )
-    for container in status.get("containerStatuses", ()):
+    fields = ("initContainerStatuses", "containerStatuses")
+    for container in (each for field in fields for each in status.get(field) or ()):
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") and waiting["reason"] not in _HARMLESS:
             return f"{name}: {waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")

@@ -366,8 +366,8 @@ class PrometheusSource:
             for _, number in rows[:1]
         }
         changes |= {f"{_LENGTHS}{labels.get('le', '+Inf')}": number for labels, number in lengths}
-        if _HELD in changes and _EVER not in changes:  # a model is asked for, and was never served
-            changes[_STARTED] = 0.0
+        if changes.keys() & {_HELD, _INFLIGHT} and _EVER not in changes:
+            changes.setdefault(_STARTED, 0.0)  # of a model that frontends know, it was never served
         if _STARTED not in changes:
             reason = (
                 f"{self._url} has no two values of {_PREFIX}{_STARTED}{selector} in {max(1, round(interval_s))}s:"

@@ -198,6 +198,19 @@ def test_names_that_grove_does_not_take_are_said():
     assert "Grove takes at most 42 characters" in cluster.ready("g" * 40)["message"]
 
 
+@pytest.mark.parametrize(("replicas", "most"), [(1, 50), (10, 50), (11, 49)])
+def test_names_whose_groups_could_have_no_pods_are_said(replicas, most):
+    """A StatefulSet's name with a dash and ten digits is a label of its pods."""
+    services = {"W": worker(multinode={"nodeCount": 2}, replicas=replicas)}
+    fitting, long = (
+        settled(make_graph(name, services), enable_lws=True)
+        for name in ("g" * (most - 2), "g" * (most - 1))
+    )
+
+    assert fitting.get("LeaderWorkerSet", f"{'g' * (most - 2)}-w")
+    assert f"take at most {most} characters of ggg" in long.ready("g" * (most - 1))["message"]
+
+
 def test_first_generation_has_the_names_of_the_article():
     cluster = settled(
         make_graph("vllm-agg", {"Frontend": frontend(), "VllmDecodeWorker": worker()})

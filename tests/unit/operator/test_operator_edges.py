@@ -82,6 +82,40 @@ def test_groups_of_nodes_whose_controller_says_no_generation_become_ready():
     assert cluster.ready()["status"] == "True"
 
 
+def test_renamed_service_of_several_nodes_serves_until_its_successor_does():
+    def graph_of(name):
+        return make_graph(services={name: worker(multinode={"nodeCount": 2})})
+
+    def make_ready(name):
+        status = {"replicas": 1, "readyReplicas": 1, "updatedReplicas": 1}
+        cluster.get("LeaderWorkerSet", name)["status"] = status
+        cluster.settle()
+
+    cluster = settled(graph_of("Decode"), enable_lws=True)
+    make_ready("g-decode")
+    cluster.put(graph_of("Decoder"))
+    cluster.settle()
+
+    assert cluster.get("LeaderWorkerSet", "g-decode")
+    assert cluster.get("LeaderWorkerSet", "g-decoder")
+    assert cluster.ready()["status"] == "False"
+    make_ready("g-decoder")
+    assert cluster.get("LeaderWorkerSet", "g-decode") is None
+    assert cluster.ready()["status"] == "True"
+
+
+def test_workers_of_an_update_serve_until_those_of_several_nodes_in_their_place_do():
+    cluster = settled(make_graph(services={"Decode": worker("--seed 1")}), enable_lws=True)
+    cluster.put(make_graph(services={"Decode": worker("--seed 2")}))
+    cluster.settle()
+    (former,) = [item["metadata"]["name"] for item in cluster.of_kind("Deployment")]
+    cluster.put(make_graph(services={"Decode": worker("--seed 2", multinode={"nodeCount": 2})}))
+    cluster.settle()
+
+    assert former.startswith("g-decode-")
+    assert cluster.get("Deployment", former)
+
+
 def evicted(name, labels):
     status = {"phase": "Failed", "reason": "Evicted", "message": "low on disk", "podIP": "10.0.0.1"}
     return {"metadata": {"name": name, "labels": labels}, "status": status}

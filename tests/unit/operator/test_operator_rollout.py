@@ -229,6 +229,27 @@ def test_workers_are_not_drained_before_frontends_have_admitted_their_successors
     assert len(generations_of(cluster)) == 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["--is-prefill-worker", "--disaggregation-mode prefill", "--worker-type=prefill"],
+)
+def test_update_waits_for_no_frontend_to_list_prefill_workers(flags):
+    def graph_of(seed):
+        prefill = worker(f"{flags} --seed {seed}")
+        return make_graph(services={"Decode": worker(f"--seed {seed}"), "P": prefill})
+
+    cluster = DictCluster()
+    cluster.put(graph_of(1))
+    cluster.settle()
+    cluster.put(graph_of(2))
+    cluster.instances = {}
+    cluster.settle()
+    cluster.instances = dict.fromkeys(generations_of(cluster).values(), 1)  # the decode workers
+    cluster.settle()
+
+    assert len(generations_of(cluster)) == 1
+
+
 def test_renamed_services_serve_until_their_successors_do():
     def graph_of(frontend_name, worker_name):
         return make_graph(services={frontend_name: frontend(), worker_name: worker(replicas=2)})

@@ -381,13 +381,22 @@ async def is_empty(cluster):
     return not any([await cluster.list(*kind) for kind in EXPORTED[:-1]])
 
 
-async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, cluster):
+@pytest.mark.parametrize(
+    ("code", "refusal"),
+    [
+        (422, "no such field"),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": refused'),
+    ],
+)
+async def test_refused_write_is_said_and_tried_again_while_others_go_on(
+    server, cluster, code, refusal
+):
     answer, is_refusing = server.handle_async_request, True
 
     async def handle(request):
         is_bad = request.url.path.endswith("/deployments/bad-decode")
         if is_refusing and is_bad and request.method == "PATCH":
-            return httpx2.Response(422, json={"message": "no such field"})
+            return httpx2.Response(code, json={"message": refusal})
         return await answer(request)
 
     server.handle_async_request = handle
@@ -398,11 +407,30 @@ async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, 
 
         async def said():
             message = objects.find_condition(await cluster.get(API, DGD, "bad"), "Ready")
-            return "no such field" in message.get("message", "")
+            return refusal in message.get("message", "")
 
         await until(said)
         is_refusing = False
         await until(lambda: is_ready(cluster, "bad"))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ({"env": [{"name": "A", "valu": "1"}]}, ".valu: field not declared in schema"),
+        ({"ports": [{"name": "api", "containerPort": 9090}]}, "duplicate entries for key"),
+    ],
+)
+async def test_pod_that_the_schema_refuses_is_said_in_the_status(server, cluster, mistake, reason):
+    main = worker()["extraPodSpec"]["mainContainer"] | mistake
+    async with running(server):
+        await cluster.create(make_graph("g", {"W": worker(extraPodSpec={"mainContainer": main})}))
+
+        async def is_said():
+            graph = await cluster.get(API, DGD, "g")
+            return reason in objects.find_condition(graph, "Ready").get("message", "")
+
+        await until(is_said)
 
 
 async def test_unforeseen_fault_of_one_object_ends_nothing_for_others(
@@ -553,6 +581,12 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
         assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
     assert await pod_calls.read_instances("127.0.0.1", port) is None
+
+
+async def test_frontend_tells_workers_of_embeddings_too():
+    rows = [{"endpoint": "embed", "namespace": "a"}]
+    async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
+        assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
 
 
 @pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"7", b'{"instances": [7]}'])

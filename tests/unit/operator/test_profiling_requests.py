@@ -43,6 +43,36 @@ def test_profiler_of_a_real_engine_gets_a_gpu_and_no_more_rights_than_it_needs()
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+def test_profiler_runs_where_and_with_what_its_request_says():
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    config = {"tolerations": tolerations, "resources": {"limits": {"memory": "64Gi"}}}
+    (job,) = decide(make_request(profilingConfig=config)).create
+    pod = job["spec"]["template"]["spec"]
+
+    assert pod["tolerations"] == tolerations
+    assert pod["containers"][0]["resources"] == {
+        "limits": {"nvidia.com/gpu": "1", "memory": "64Gi"}
+    }
+
+
+def test_profiler_that_cannot_start_says_why():
+    (job,) = decide(make_request()).create
+    metadata = {"name": "p", **job["spec"]["template"]["metadata"]}
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    main = {"name": "main", "image": "i:1", "state": {"waiting": waiting}}
+    status = {"phase": "Pending", "containerStatuses": [main]}
+    observed = objects.Observed(
+        now="",
+        objects={("Job", "r-profile"): job},
+        pods=[{"metadata": metadata, "status": status}],
+    )
+    decision = profiling_requests.decide(make_request(), observed, OperatorConfig(), "")
+
+    assert decision.status["state"] == "Profiling"
+    assert last_condition(decision)["reason"] == "ImagePull"
+    assert last_condition(decision)["message"] == "pod p cannot pull i:1: no such image"
+
+
 def test_log_without_a_recommendation_fails_and_makes_nothing():
     decision = decide(make_request(), "starting\n")
 
@@ -170,6 +200,7 @@ def test_request_gives_workers_the_gpus_of_the_recommendation():
         ({"profilingConfig": {"config": {"sla": {"isl": 0}}}}, "config.sla.isl"),
         ({"profilingConfig": {"config": {"sweep": {"budgetMinutes": 0}}}}, "sweep.budgetMinutes"),
         ({"deploymentOverrides": {"name": "B_ad"}}, "spec.deploymentOverrides.name"),
+        ({"deploymentOverrides": {"namespace": "prod"}}, "namespace: expected default, that of"),
     ],
 )
 def test_target_or_name_that_cannot_be_is_refused_before_a_worker_is_measured(spec, says):

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import objects, reconciler, service
+from dynamo.operator import objects, pod_calls, reconciler, service
 from dynamo.operator.object_cache import ObjectCache, key_of
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
@@ -49,6 +49,37 @@ async def test_secret_that_has_changed_is_read_again_and_no_failure_is_said(clus
     await look.reconcile(key_of(graph))
     (owner,) = (await cluster.get(*SECRET))["metadata"]["ownerReferences"]
     assert owner["name"] == "g"
+
+
+def ready_pod(component):
+    name = component["metadata"]["name"]
+    labels = {**component["metadata"]["labels"], objects.SELECTOR_LABEL: name}
+    metadata = {"name": name, "uid": name, "namespace": "default", "labels": labels}
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    return {"kind": "Pod", "metadata": metadata, "status": ready}
+
+
+async def test_worker_that_dies_while_frontends_are_asked_replaces_no_other(cluster, monkeypatch):
+    cache, kind = ObjectCache(), "DynamoComponentDeployment"
+    graph = await cluster.create(make_graph(services={"Decode": worker("--seed 1")}))
+    cache.put(graph)
+    look = looking(cluster, cache)
+    await look.reconcile(key_of(graph))
+    (old,) = await cluster.list(API, kind)
+    cache.put(ready_pod(old))
+    changed = make_graph(services={"Decode": worker("--seed 2")})
+    cache.put(await cluster.patch(API, graph["kind"], "g", {"spec": changed["spec"]}))
+    await look.reconcile(key_of(graph))
+    new = max(await cluster.list(API, kind), key=lambda item: len(item["metadata"]["name"]))
+    cache.put(ready_pod(new))
+
+    async def count_admitted(*_):
+        cache.apply_event("DELETED", ready_pod(new))
+
+    monkeypatch.setattr(pod_calls, "count_admitted", count_admitted)
+    await look.reconcile(key_of(graph))
+
+    assert (await cluster.get(API, kind, old["metadata"]["name"]))["spec"]["replicas"] == 1
 
 
 async def test_job_that_the_cluster_refuses_is_said_in_its_request(server, cluster):

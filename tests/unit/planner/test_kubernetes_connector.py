@@ -106,6 +106,13 @@ def test_pod_that_failed_a_probe_is_starting_since_then():
     assert found.starting_since == (10.0, 86_400 - 90.0)
 
 
+def with_download(waiting):
+    """Return a pod whose first container cannot start, so that the others wait for it."""
+    unstarted = pod("a", waiting={"reason": "PodInitializing"})
+    unstarted["status"]["initContainerStatuses"] = [{"state": {"waiting": waiting}}]
+    return unstarted
+
+
 @pytest.mark.parametrize(
     ("broken", "failure"),
     [
@@ -115,6 +122,8 @@ def test_pod_that_failed_a_probe_is_starting_since_then():
             "a: ImagePullBackOff: no x",
         ),
         (pod("a", waiting={"reason": "ContainerCreating"}), ""),
+        (with_download({"reason": "ErrImagePull", "message": "no y"}), "a: ErrImagePull: no y"),
+        (with_download({"reason": "PodInitializing"}), ""),
     ],
 )
 def test_pod_that_cannot_start_says_why(broken, failure):

@@ -102,6 +102,16 @@ def test_last_worker_may_go_only_where_a_request_can_start_one_again(flags, is_r
         command.check_wake_up(*parts)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], "kubernetes"), (["--environment", "virtual"], "virtual")]
+)
+def test_planner_of_a_deployment_scales_the_deployment_unless_told_otherwise(flags, expected):
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "graph"}
+    settings = config.load(PlannerConfig, prog="planner", argv=flags, environ=environ)
+
+    assert settings.environment == expected
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_minimum_of_one_pool_needs_no_gpus_for_the_other(mode):
     service.make_pipeline(ScalingConfig(mode=mode, min_endpoint=8, max_gpu_budget=8))

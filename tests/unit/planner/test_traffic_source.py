@@ -402,9 +402,8 @@ async def test_interval_that_is_too_short_for_two_scrapes_of_prometheus_is_named
     assert "expected --adjustment-interval to be at least twice" in reading.reason
 
 
-async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus(monkeypatch):
-    """Its counters come into being with the first worker, which this request is to start."""
-    known = {"dynamo_frontend_requests_waiting_for_worker": "1"}
+def answer_sums(monkeypatch, known):
+    """Answer queries for sums of series with these values; of other series there are none."""
 
     async def get(url):
         number = known.get(parse.unquote(url).partition("sum(")[2].partition("{")[0])
@@ -412,6 +411,12 @@ async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus
         return msgspec.json.encode({"data": {"result": rows}})
 
     monkeypatch.setattr(traffic_source, "get", get)
+
+
+async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus(monkeypatch):
+    """Its counters come into being with the first worker, which this request is to start."""
+    known = {"dynamo_frontend_requests_waiting_for_worker": "1"}
+    answer_sums(monkeypatch, known)
     source = PrometheusSource("http://prometheus", "m", virtual.VirtualClock())
     never_served = await source.read(10)
     known["dynamo_frontend_requests_started_total"] = "1"  # by now; one scrape tells no increase
@@ -419,6 +424,15 @@ async def test_request_for_a_model_that_was_never_served_is_read_from_prometheus
     assert never_served.value.num_requests == 0
     assert source.frontend_load.num_open == 1
     assert isinstance(await source.read(10), Missing)
+
+
+async def test_model_that_nobody_has_asked_for_yet_has_no_traffic_in_prometheus(monkeypatch):
+    """A counter of requests comes into being with the first of them."""
+    answer_sums(monkeypatch, {"dynamo_frontend_inflight_requests": "0"})
+    reading = await PrometheusSource("http://prometheus", "m", virtual.VirtualClock()).read(10)
+
+    assert isinstance(reading, Fresh)
+    assert reading.value.num_requests == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "many"])

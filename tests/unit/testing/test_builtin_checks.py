@@ -232,6 +232,10 @@ def test_client_is_told_what_this_cluster_does_not_do():
         "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
     ]
     assert notices("", "services", {"type": "ClusterIP"}) == []
+    assert notices("", "nodes", {"taints": [{"key": "k", "effect": "NoSchedule"}]}) == []
+    assert notices("", "nodes", {"taints": [{"key": "k", "effect": "NoExecute"}]}) == [
+        "spec.taints: NoExecute ends no pod that runs on this cluster; it only keeps others away"
+    ]
     assert notices("apps", "daemonsets", {}) == ["spec: no pods are made of it on this cluster"]
     assert notices("batch", "cronjobs", {}) == ["spec: no pods are made of it on this cluster"]
     assert notices("networking.k8s.io", "networkpolicies", {}) == [

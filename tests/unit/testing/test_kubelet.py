@@ -263,6 +263,45 @@ async def test_node_that_is_cordoned_gets_no_pods_until_it_is_free_again(served)
     assert served.store.get(PODS, ("default", "waiting"))["spec"]["nodeName"] == "laptop"
 
 
+TAINT = {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("taint", "toleration", "is_placed"),
+    [
+        (TAINT, None, False),
+        (TAINT, {"key": "dedicated", "value": "gpu"}, True),
+        (TAINT, {"key": "dedicated", "value": "cpu"}, False),
+        (TAINT, {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}, True),
+        (TAINT, {"operator": "Exists"}, True),
+        (TAINT, {"key": "other", "operator": "Exists"}, False),
+        (TAINT, {"key": "dedicated", "operator": "Exists", "effect": "NoExecute"}, False),
+        (TAINT | {"effect": "NoExecute"}, None, False),
+        (TAINT | {"effect": "PreferNoSchedule"}, None, True),
+    ],
+)
+async def test_tainted_node_gets_only_pods_that_tolerate_it(served, taint, toleration, is_placed):
+    node, options = make_node(served), api.WriteOptions(manager="kubectl", user=rights.ADMIN)
+    nodes, namespaces, plural = (
+        served.registry.require("", name) for name in ("nodes", "namespaces", "pods")
+    )
+    await served.create(namespaces, "", garbage.new_namespace("default"))
+    tainted = {"metadata": {"name": "laptop"}, "spec": {"taints": [taint]}}
+    await served.create(nodes, "", tainted, options)
+    spec = {"containers": [MAIN]} | ({"tolerations": [toleration]} if toleration else {})
+    body = {"metadata": {"name": "p"}, "spec": spec}
+    pod = await served.create(plural, "default", body, options)
+    (key,) = node.keys_of(store.Change(1, PODS, "ADDED", pod, None))
+    await node.reconcile(key)
+    found = served.store.get(PODS, ("default", "p"))
+
+    assert found["spec"].get("nodeName") == ("laptop" if is_placed else None)
+    if not is_placed:
+        assert found["status"]["conditions"][0]["message"] == (
+            "0/1 nodes are available: 1 node(s) had untolerated taint {dedicated: gpu}."
+        )
+
+
 async def test_data_of_a_claim_goes_with_it(served, tmp_path):
     node, changes = make_node(served), []
     node._node.folder = tmp_path

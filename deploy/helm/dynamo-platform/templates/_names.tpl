@@ -8,6 +8,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ printf "%s-dynamo-operator" .Release.Name | trunc 44 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* A StatefulSet whose name is longer than 52 characters gets no pods. */}}
+{{- define "platform.shortRelease" -}}
+{{ .Release.Name | trunc 47 | trimSuffix "-" }}
+{{- end }}
+
 {{- /* Definitions and webhooks belong to the whole cluster: an operator of one namespace has none. */}}
 {{- define "platform.hasWebhooks" -}}
 {{- $operator := index .Values "dynamo-operator" -}}
@@ -30,12 +35,12 @@ capabilities: {drop: [ALL]}
 
 {{- define "platform.natsAddr" -}}
 {{- $given := (index .Values "dynamo-operator").natsAddr -}}
-{{- if $given }}{{ $given }}{{ else if .Values.nats.enabled }}nats://{{ .Release.Name }}-nats.{{ .Release.Namespace }}:4222{{ end -}}
+{{- if $given }}{{ $given }}{{ else if .Values.nats.enabled }}nats://{{ include "platform.shortRelease" . }}-nats.{{ .Release.Namespace }}:4222{{ end -}}
 {{- end }}
 
 {{- define "platform.etcdAddr" -}}
 {{- $given := (index .Values "dynamo-operator").etcdAddr -}}
-{{- if $given }}{{ $given }}{{ else if .Values.etcd.enabled }}{{ .Release.Name }}-etcd.{{ .Release.Namespace }}:2379{{ end -}}
+{{- if $given }}{{ $given }}{{ else if .Values.etcd.enabled }}{{ include "platform.shortRelease" . }}-etcd.{{ .Release.Namespace }}:2379{{ end -}}
 {{- end }}
 
 {{- define "platform.restrictedNamespace" -}}

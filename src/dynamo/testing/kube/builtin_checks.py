@@ -87,6 +87,8 @@ def notices(resource: resources.ApiResource, item: Object) -> Iterator[str]:
         yield "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
     if spec.get("progressDeadlineSeconds", _DEADLINE_S) != _DEADLINE_S:
         yield "spec.progressDeadlineSeconds: has no effect on this cluster"
+    if any(taint.get("effect") == "NoExecute" for taint in spec.get("taints") or ()):
+        yield "spec.taints: NoExecute ends no pod that runs on this cluster; it only keeps others away"
     if resource.plural == "pods":
         yield from _pod_notices(spec, "spec")
     elif resource.group == "apps" or resource.plural == "jobs":

@@ -33,6 +33,7 @@ _NAME = "laptop"
 _FOLLOW_S = 0.2
 _MEMORY_S = 1.0  # between two looks at the memory of containers
 _PIECE_BYTES = 2**16
+_UNSCHEDULABLE = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}  # of a cordon
 _CONDITIONS = (
     ("Ready", "True", "KubeletReady"),
     ("MemoryPressure", "False", "KubeletHasSufficientMemory"),
@@ -164,8 +165,12 @@ class Kubelet:
         meta = pod["metadata"]
         if meta.get("deletionTimestamp") or pod["spec"].get("schedulingGates"):
             return
+        node = (self._api.store.get(_NODES, ("", _NAME)) or {}).get("spec", {})
         obstacles = [f"Insufficient {name}" for name in self._lacking(pod)]
-        if (self._api.store.get(_NODES, ("", _NAME)) or {}).get("spec", {}).get("unschedulable"):
+        if taint := _find_untolerated(pod, node.get("taints") or ()):
+            text = f"{taint.get('key')}: {taint.get('value', '')}"
+            obstacles.insert(0, f"node(s) had untolerated taint {{{text}}}")
+        if node.get("unschedulable") and _find_untolerated(pod, (_UNSCHEDULABLE,)):
             obstacles.insert(0, "node(s) were unschedulable")
         if not obstacles:
             await self._api.bind(meta["namespace"], meta["name"], _NAME)
@@ -346,6 +351,26 @@ def _seek_lines(file: BinaryIO, count: int) -> None:
             return
         count, end = count - len(lines), begin
     file.seek(0)
+
+
+def _find_untolerated(pod: Object, taints: Iterable[Object]) -> Object | None:
+    """Return the first taint that keeps a pod from a node, or None if it tolerates all of them."""
+    tolerations = pod["spec"].get("tolerations") or ()
+    for taint in taints:
+        is_hard = taint.get("effect") in ("NoSchedule", "NoExecute")
+        if is_hard and not any(_tolerates(toleration, taint) for toleration in tolerations):
+            return taint
+    return None
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    """Return True if a toleration matches a taint; what it leaves out matches everything, but for the value."""
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if toleration.get("key") not in (None, "", taint.get("key")):
+        return False
+    is_any_value = toleration.get("operator") == "Exists"
+    return is_any_value or toleration.get("value", "") == taint.get("value", "")
 
 
 def _add_requests(amounts: dict[str, Decimal], pod: Object) -> None:

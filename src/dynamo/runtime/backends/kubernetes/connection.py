@@ -37,6 +37,7 @@ _STABLE_S = 1.0  # a watch that lasted so long is resumed at once
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _JSON = "application/json"
+_NO_SUCH_FORM = "failed to create typed patch object"  # an apply that the schema refuses: a 500
 
 
 class KindMissing(errors.ConfigError):
@@ -401,7 +402,7 @@ class KubernetesConnection:
         sentence = f"the cluster at {self.address} refuses: {message}"
         if code == 410:  # of a watch or of a second page, since nothing else names a revision
             raise _HistoryLost
-        if code == 429 or code >= 500:
+        if (code == 429 or code >= 500) and not str(message).startswith(_NO_SUCH_FORM):
             raise errors.Unavailable(sentence, retry_after_s=_seconds(response))
         raise _ERROR_BY_CODE.get(code, errors.InvalidRequest)(sentence)
 
