@@ -114,6 +114,9 @@ def resolve(host: str) -> tuple[socket.AddressFamily, str]:
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
-        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        except UnicodeError as error:  # of an empty or too long part, such as in a..b
+            raise OSError(errno.EINVAL, "no name of a host") from error
         return family, str(address[0])
     return socket.AF_INET6 if number.version == 6 else socket.AF_INET, host
