@@ -247,7 +247,7 @@ def _sources(options: DeployConfig) -> Iterator[tuple[str, Path]]:
     pipeline = options.pipeline
     path = package.archive_path(pipeline, None)
     if not path.exists():
-        if not graph.is_target(pipeline):
+        if package.is_tag(pipeline) or not graph.is_target(pipeline):
             raise errors.ConfigError(f"{pipeline}: no such archive; `dynamo get` lists them")
         if options.image is None and not options.with_sources:
             raise errors.ConfigError(
