@@ -230,7 +230,7 @@ def _run(argv: Sequence[str]) -> int:
         return command.run(options)
     if not name.startswith("-"):
         raise errors.ConfigError(f"no such command: {name} ({config.suggest(name, COMMANDS)})")
-    flags, _ = _make_own_parser().parse(argv[:2], takes_rest=False)
+    flags, _ = make_parser(has_commands=False).parse(argv[:2], takes_rest=False)
     _obey_flags(flags)
     return 0
 
@@ -263,20 +263,8 @@ def _shell(name: str) -> str:
     return completion.check_shell(name) if name else completion.detect_shell(dict(os.environ))
 
 
-def make_parser() -> config.Parser:
-    """Return the parser of the whole command, for shell completion; it imports the modules of all subcommands."""
-    parser = _make_own_parser()
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
-    )
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.summary, allow_abbrev=False)
-        config.add_options(subparser, (command.options,))
-    return parser
-
-
-def _make_own_parser() -> config.Parser:
-    """Return the parser of the flags of `dynamo` itself."""
+def make_parser(*, has_commands: bool = True) -> config.Parser:
+    """Return the parser of the command; shell completion needs that of each subcommand, which take a second to load."""
     parser = config.Parser(
         prog="dynamo",
         usage="dynamo COMMAND [flags]",
@@ -292,4 +280,12 @@ def _make_own_parser() -> config.Parser:
         parser.add_argument(
             flag, nargs="?", const="", choices=("", *completion.SHELLS), metavar="SHELL", help=text
         )
+    if not has_commands:
+        return parser
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, allow_abbrev=False)
+        config.add_options(subparser, (command.options,))
     return parser

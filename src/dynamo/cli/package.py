@@ -28,7 +28,6 @@ from dynamo.sdk import declaration, graph
 
 _SKIPPED = frozenset((".git", ".venv", "venv", "__pycache__", "node_modules", ".pytest_cache"))
 _ARCHIVE = re.compile(r".+-[0-9a-f]{12}\.tar\.gz")  # as `archive_path` names it
-_TAG = re.compile(r".+:[0-9a-f]{12}\.?")
 _SECRETS = re.compile(r"\.env(\.(?!example$|sample$|template$).+)?")
 _MOST_BYTES = 256 * 2**20
 DOCKERFILE = """FROM python:{python}-slim
@@ -197,11 +196,6 @@ def requirements() -> str:
         f"{entry.metadata['Name']}=={entry.version}" for entry in importlib.metadata.distributions()
     }
     return "".join(f"{line}\n" for line in sorted(lines, key=str.lower))
-
-
-def is_tag(text: str) -> bool:
-    """Return whether a text has the form of a tag; it may look like module:Class as well."""
-    return _TAG.fullmatch(text) is not None
 
 
 def archive_path(tag: str, output: str | None) -> Path:

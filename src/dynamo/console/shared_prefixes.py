@@ -38,12 +38,11 @@ class RecentPrompts:
         counts = Counter((model, block) for model, hashes in self._prompts for block in hashes)
         prefixes: dict[tuple[str, int], SharedPrefix] = {}
         for model, hashes in self._prompts:
-            for length, block in enumerate(hashes, 1):
-                num_prompts = counts[model, block]
-                is_end = length == len(hashes) or counts[model, hashes[length]] < num_prompts
+            for end, block in enumerate(hashes, 1):
+                is_end = end == len(hashes) or counts[model, hashes[end]] < counts[model, block]
                 if is_end and (model, block) not in prefixes:
                     prefixes[model, block] = SharedPrefix(
-                        model=model, hashes=hashes[:length], num_prompts=num_prompts
+                        model=model, hashes=hashes[:end], num_prompts=counts[model, block]
                     )
         saved = sorted(
             prefixes.values(),
