@@ -84,16 +84,19 @@ def test_model_whose_name_looks_like_a_graph_is_served_as_a_model(monkeypatch, c
     assert (code, err, names) == (0, "", ["llama:latest"])
 
 
-def test_reader_that_has_gone_ends_the_command_without_a_word():
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "in=stdin", "out=echo_full"]])
+def test_reader_that_has_gone_ends_the_command_without_a_word(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing) as output:
-        argv = [sys.executable, "-m", "dynamo.cli", "--help"]
+        argv = [sys.executable, "-m", "dynamo.cli", *arguments]
         done = subprocess.run(
-            argv, stdout=output, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S
+            argv, input="hi", stdout=output, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S
         )
 
-    assert (done.returncode, done.stderr) == (1, "")
+    # on a slow machine it says how long the model has been loading
+    lines = [line for line in done.stderr.splitlines() if "Ctrl-C gives up" not in line]
+    assert (done.returncode, lines) == (1, [])
 
 
 @pytest.mark.parametrize("command", ["", " serve"])
