@@ -35,7 +35,7 @@ setup: $(VENV)/.run  ## create .venv and install what serving needs (EXTRAS=etcd
 	@$(if $(EXTRAS),$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRAS)]')
 
 run: known-topology $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000, TOPOLOGY=agg: one worker)
-	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT) $(WORKERS_$(TOPOLOGY))
+	@exec $(BIN)/dynamo serve $(if $(MODEL),"$(MODEL)") --http-port $(PORT) $(WORKERS_$(TOPOLOGY))
 
 known-topology:
 	@$(if $(WORKERS_$(TOPOLOGY)),,echo "make run TOPOLOGY=$(TOPOLOGY): expected disagg or agg"; exit 2)

@@ -196,16 +196,20 @@ export function Chat(_: ViewProps) {
     }));
   }
 
-  async function send() {
-    const question = text.trim();
-    if (!question || isBusy || !chosen.length) return;
+  function areValid(): boolean {
     try {
       makeBody("", [], parameters);
+      setProblem("");
+      return true;
     } catch {
       setProblem("Tools: expected a JSON list");
-      return;
+      return false;
     }
-    setProblem("");
+  }
+
+  async function send() {
+    const question = text.trim();
+    if (!question || isBusy || !chosen.length || !areValid()) return;
     setText("");
     const controllers = chosen.map(() => new AbortController());
     setAborts(controllers);
@@ -217,6 +221,7 @@ export function Chat(_: ViewProps) {
   }
 
   async function copy(kind: "curl" | "Python") {
+    if (!areValid()) return;
     const asked: Turn[] = turns[0]!.length ? turns[0]!.slice(0, -1) : [{ role: "user", content: text || "Hello" }]; // without the last answer
     const body = makeBody(chosen[0] ?? "MODEL", asked, parameters);
     const quoted = JSON.stringify(body).replaceAll("'", "'\\''");

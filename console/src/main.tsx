@@ -81,7 +81,8 @@ function App() {
   const shown = VIEWS.filter((view) => !view.forAdmins || session?.may_administer);
   useEffect(() => {
     const onKey = (event: KeyboardEvent) => {
-      const view = event.altKey && !event.ctrlKey ? shown[Number(event.key) - 1] : undefined;
+      // by the place of the key: on a Mac, Alt gives it another character
+      const view = event.altKey && !event.ctrlKey ? shown[Number(event.code.replace("Digit", "")) - 1] : undefined;
       if (!view) return;
       event.preventDefault();
       location.hash = `#/${view.name}`;

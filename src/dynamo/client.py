@@ -92,7 +92,7 @@ class HttpClient:
         )
         try:
             return self._read_answer(request)
-        except (OSError, http.client.HTTPException) as error:  # the latter: cut off, or no HTTP
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # no name, no HTTP
             raise errors.Unavailable(f"{self.url} does not answer: {error}") from error
 
     def _read_answer(self, request: urllib.request.Request) -> bytes:

@@ -144,6 +144,17 @@ def test_list_of_requests_in_flight_follows_them(served, page):
     page.get_by_text("No such request.").wait_for()
 
 
+def test_view_is_changed_by_the_place_of_a_key(deployment, page):
+    """On a Mac, Alt gives the key 2 another character."""
+    frontend = deployment.frontend()
+    eventually(frontend.is_live, what="the frontend")
+    show(page, frontend.url, "chat")
+    pressed = "{key: '™', code: 'Digit2', altKey: true}"
+    page.evaluate(f"dispatchEvent(new KeyboardEvent('keydown', {pressed}))")
+
+    page.locator("main.view-topology h1").wait_for()
+
+
 def test_model_that_comes_later_can_be_chosen_in_the_chat(deployment, served, page):
     show(page, served.url, "chat")
     page.locator("option", has_text=MODEL).wait_for(state="attached")
@@ -263,6 +274,7 @@ def test_reasoning_is_folded_and_calls_of_tools_are_shown(deployment, page, tmp_
     page.fill("#question", "hi")
     page.keyboard.press("Enter")
     page.get_by_text("Tools: expected a JSON list").wait_for()
+    page.get_by_role("button", name="Copy as curl").click()  # which says the same
     page.evaluate("location.hash = '#/requests/%'")  # typed by hand, and no encoded id
     page.get_by_role("link", name="All requests").wait_for()
     (problem,) = page.problems

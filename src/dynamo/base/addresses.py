@@ -111,9 +111,10 @@ def is_address(name: str) -> bool:
 
 def resolve(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the numeric form of the first address of a host. Raises OSError if it has none."""
+    if is_address(host):
+        return socket.AF_INET6 if ":" in host else socket.AF_INET, host
     try:
-        number = ipaddress.ip_address(host)
-    except ValueError:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        return family, str(address[0])
-    return socket.AF_INET6 if number.version == 6 else socket.AF_INET, host
+    except UnicodeError as error:  # of an empty or too long part, such as in a..b
+        raise OSError(errno.EINVAL, "no name of a host") from error
+    return family, str(address[0])

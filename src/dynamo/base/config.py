@@ -461,7 +461,7 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
 
 def _parse_plain(hint: Any, value: Any, source: str) -> Any:
     kind = _plain(hint)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):  # the latter: more than a float can hold
         if kind is addresses.PortRange:
             is_none = kind is not hint and str(value) == "-1"
             return None if is_none else addresses.PortRange.parse(str(value))

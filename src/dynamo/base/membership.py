@@ -276,13 +276,9 @@ def _tokens(path: str | None, value: str | None) -> list[bytes]:
 
 
 def _tls(settings: ClusterConfig) -> Tls | None:
-    paths = (
-        settings.cluster_tls_cert_path,
-        settings.cluster_tls_key_path,
-        settings.cluster_tls_ca_cert_path,
-    )
-    certificate, key, authority = paths
-    if not any(paths):
+    certificate, key = settings.cluster_tls_cert_path, settings.cluster_tls_key_path
+    authority = settings.cluster_tls_ca_cert_path
+    if not (certificate or key or authority):
         return None
     if certificate is None or key is None or authority is None:
         raise errors.ConfigError(

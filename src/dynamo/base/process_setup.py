@@ -14,6 +14,7 @@ declares only the options of its own part, but may be started with the variables
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import difflib
 import gc
@@ -93,8 +94,9 @@ def end_now(exit_code: int) -> NoReturn:
     After a large library such as torch was imported, that look takes seconds.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed at the start
+        with contextlib.suppress(OSError):  # its reader has gone
+            stream.flush()
     os._exit(exit_code)
 
 

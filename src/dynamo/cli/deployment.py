@@ -24,6 +24,7 @@ from dynamo.sdk import commands, graph
 API_VERSION, KIND = "nvidia.com/v1alpha1", "DynamoGraphDeployment"
 _MANAGER = "dynamo-deployment"
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # of a service of Kubernetes
+_TAG = re.compile(r".+:[0-9a-f]{12}\.?")  # which may look like module:Class
 _MOST_NAME_CHARS = 63
 _COMPONENT_TYPES = {"dynamo.frontend": "frontend", "dynamo.planner": "planner"}
 # Of pydynamo's own images, which one has a module; the frontend's has all that no engine is needed for.
@@ -247,7 +248,7 @@ def _sources(options: DeployConfig) -> Iterator[tuple[str, Path]]:
     pipeline = options.pipeline
     path = package.archive_path(pipeline, None)
     if not path.exists():
-        if not graph.is_target(pipeline):
+        if _TAG.fullmatch(pipeline) or not graph.is_target(pipeline):
             raise errors.ConfigError(f"{pipeline}: no such archive; `dynamo get` lists them")
         if options.image is None and not options.with_sources:
             raise errors.ConfigError(

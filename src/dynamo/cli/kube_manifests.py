@@ -15,8 +15,8 @@ from dynamo.runtime.backends.kubernetes import connection
 def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     """Read and convert the manifests of a file, or of standard input for `-`. Raises ConfigError."""
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        documents = [part for document in yaml.safe_load_all(text) for part in _unpack(document)]
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        documents = [part for document in yaml.safe_load_all(content) for part in _unpack(document)]
     except OSError as error:
         raise errors.ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -1,7 +1,6 @@
 """`dynamo kvbm`: look at, verify or empty the file of a disk tier while no worker uses it."""
 
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,11 +24,7 @@ class KvbmCommandConfig:
 def run(options: KvbmCommandConfig) -> int:
     """Run the action and return the exit code: 1 if blocks are damaged. Raises ConfigError."""
     file = storage.open_stored(Path(options.directory))
-    actions: dict[str, Callable[[storage.DiskFile], int]] = {
-        "ls": _list,
-        "verify": _verify,
-        "clear": _clear,
-    }
+    actions = {"ls": _list, "verify": _verify, "clear": _clear}
     try:
         return actions[options.action](file)
     except OSError as error:

@@ -177,6 +177,8 @@ def run_main() -> None:
 def main() -> None:
     """Run the command and exit. A mistake of the user's is one sentence and exit code 2."""
     exit_code = 2
+    if sys.stderr is None:  # closed at the start: `print` would write to the output instead
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (for as long as the process runs)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # what its encoding lacks is shown as "?"
     try:
@@ -228,7 +230,7 @@ def _run(argv: Sequence[str]) -> int:
         return command.run(options)
     if not name.startswith("-"):
         raise errors.ConfigError(f"no such command: {name} ({config.suggest(name, COMMANDS)})")
-    flags, _ = make_parser().parse(argv[:2] or ("--help",), takes_rest=False)
+    flags, _ = make_parser(has_commands=False).parse(argv[:2], takes_rest=False)
     _obey_flags(flags)
     return 0
 
@@ -261,8 +263,8 @@ def _shell(name: str) -> str:
     return completion.check_shell(name) if name else completion.detect_shell(dict(os.environ))
 
 
-def make_parser() -> config.Parser:
-    """Return the parser of the whole command, for its help and for shell completion."""
+def make_parser(*, has_commands: bool = True) -> config.Parser:
+    """Return the parser of the command; shell completion needs that of each subcommand, which take a second to load."""
     parser = config.Parser(
         prog="dynamo",
         usage="dynamo COMMAND [flags]",
@@ -278,6 +280,8 @@ def make_parser() -> config.Parser:
         parser.add_argument(
             flag, nargs="?", const="", choices=("", *completion.SHELLS), metavar="SHELL", help=text
         )
+    if not has_commands:
+        return parser
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )

@@ -42,9 +42,9 @@ def serve_models(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
     serve.check_no_tls(shlex.split(options.frontend_flags), os.environ)
     serve.check_port(options.http_host, options.http_port)
-    models = [_resolve(options, name) for name in options.models]
-    names = [model.name for model in models]
-    _check_options(options, names)
+    names = [model_source.display_name(typed) for typed in options.models]
+    _check_options(options, names)  # before the models are downloaded
+    models = [_resolve(options, typed) for typed in options.models]
     budget_gb = options.memory_budget_gb or _FREE_SHARE * host_memory.available_bytes() / 1e9
     servable = [
         model_turns.ServableModel(

@@ -102,10 +102,10 @@ class Session:
                 for piece in choice.take_pieces(text):
                     if isinstance(piece, parser.Reasoning):
                         thoughts.append(piece.text)
-                        _write(piece.text, on_thought)
+                        on_thought(piece.text)
                     else:
                         pieces.append(piece if isinstance(piece, str) else _describe_call(piece))
-                        _write(pieces[-1], on_text)
+                        on_text(pieces[-1])
                 if choice.is_over:
                     is_length = choice.finish_reason is generate.FinishReason.LENGTH
                     finish_reason = "length" if is_length else "stop"
@@ -191,13 +191,6 @@ async def _fetch_card(
     return await fetcher.fetch_files(record.card_json, (provider,) if provider is not None else ())
 
 
-def _write(piece: str, on_text: Callable[[str], None]) -> None:
-    try:
-        on_text(piece)
-    except OSError as error:  # the reader of this program's output has gone
-        raise errors.ConfigError(f"cannot write the answer: {error.strerror}") from error
-
-
 T = TypeVar("T")
 _CANCEL_S = 2.0
 
@@ -250,5 +243,4 @@ def answer_standard_input(loop: BackgroundLoop, talk: Session, fields: dict[str,
 
 
 def _print_piece(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)

@@ -54,7 +54,7 @@ class AnswerView:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        is_plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         self._has_styles = self._is_terminal and not is_plain
         width = shutil.get_terminal_size().columns if self._is_terminal else 2**31
         self._writer = markdown.MarkdownWriter(width, has_styles=self._has_styles)

@@ -35,14 +35,14 @@ class RecentPrompts:
 
     def find_prefixes(self, limit: int = 20) -> Sequence[SharedPrefix]:
         """Return whole prompts and what they share, first what saves most, then what is longest."""
-        counts = Counter(block for _, hashes in self._prompts for block in hashes)
-        prefixes: dict[int, SharedPrefix] = {}
+        counts = Counter((model, block) for model, hashes in self._prompts for block in hashes)
+        prefixes: dict[tuple[str, int], SharedPrefix] = {}
         for model, hashes in self._prompts:
-            for length, block in enumerate(hashes, 1):
-                is_end = length == len(hashes) or counts[hashes[length]] < counts[block]
-                if is_end and block not in prefixes:
-                    prefixes[block] = SharedPrefix(
-                        model=model, hashes=hashes[:length], num_prompts=counts[block]
+            for end, block in enumerate(hashes, 1):
+                is_end = end == len(hashes) or counts[model, hashes[end]] < counts[model, block]
+                if is_end and (model, block) not in prefixes:
+                    prefixes[model, block] = SharedPrefix(
+                        model=model, hashes=hashes[:end], num_prompts=counts[model, block]
                     )
         saved = sorted(
             prefixes.values(),

@@ -96,7 +96,7 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
         handler.setFormatter(JsonFormatter(in_local_time=in_local_time))
     else:
         plain = environ.get("NO_COLOR") or environ.get("DYN_SDK_DISABLE_ANSI_LOGGING")
-        colour = stream.isatty() and not plain and environ.get("TERM") != "dumb"
+        colour = bool(stream and stream.isatty()) and not plain and environ.get("TERM") != "dumb"
         handler.setFormatter(TextFormatter(colour=colour, in_local_time=in_local_time))
     handler.addFilter(FileLimitFilter(time.monotonic))
     root = logging.getLogger()

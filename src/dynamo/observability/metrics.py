@@ -200,7 +200,7 @@ class Registry:
         """Replace what a push gateway at `host:port` has of this job, and wait for it. Raises Unavailable."""
         try:
             prometheus_client.push_to_gateway(gateway, job, self._registry)
-        except (OSError, http.client.HTTPException) as error:  # what answers may be no gateway
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # no name, no gateway
             raise errors.Unavailable(f"cannot push metrics to {gateway}: {error}") from error
 
 

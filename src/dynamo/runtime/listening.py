@@ -120,7 +120,7 @@ def open_listener(host: str, port: int, *, port_flag: str) -> socket.socket:
             return open_dual_socket(port, shares_port=False)
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise errors.ConfigError(describe_failure(error, host, port, port_flag)) from error
 
 
@@ -134,12 +134,12 @@ def open_dual_socket(port: int, *, shares_port: bool) -> socket.socket:
     )
 
 
-def describe_failure(error: OSError, host: str, port: int, port_flag: str) -> str:
-    """Say in one sentence why nothing can listen there."""
+def describe_failure(error: OSError | UnicodeError, host: str, port: int, port_flag: str) -> str:
+    """Say in one sentence why nothing can listen there; UnicodeError: no host can have this name."""
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return f"{host!r} is no address of this machine: {error.args[-1]}"
     if error.errno == errno.EADDRINUSE:
         return f"port {port} is in use: stop the other process or choose {port_flag}"
-    if isinstance(error, socket.gaierror):
-        return f"{host!r} is no address of this machine: {error.strerror}"
     return f"cannot listen on {addresses.join(host, port)}: {error.strerror or error}"
 
 

@@ -57,3 +57,9 @@ def test_port_range_is_read_and_written_in_one_notation(text, first, last):
 def test_text_that_is_no_port_range_is_refused(text):
     with pytest.raises(ValueError, match=r"port|invalid literal"):
         addresses.PortRange.parse(text)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".local", f"{'x' * 64}.local"])
+def test_name_that_no_host_can_have_is_an_error_of_the_system(host):
+    with pytest.raises(OSError, match="no name of a host"):
+        addresses.resolve(host)

@@ -142,6 +142,7 @@ def test_invalid_option_is_refused_in_one_sentence(argv, environ, says):
         ("port = true", "port in {path}: expected a whole number, got True"),
         ("port = 70000", "port in {path}: expected 0 to 65535, got 70000"),
         ("wait_s = true", "wait_s in {path}: expected a number, got True"),
+        (f'{{"wait_s": 1{"0" * 400}}}', "wait_s in {path}: expected a number, got 1000"),
         ("model = 3", "model in {path}: expected a text, got 3"),
         ("names = [1]", "names in {path}: expected a list of texts, got [1]"),
         ("names = 1", "names in {path}: expected a list of texts, got 1"),

@@ -1,6 +1,7 @@
 """Settings of a process at its start: garbage collection, open files, signals."""
 
 import gc
+import os
 import resource
 import signal
 import subprocess
@@ -93,3 +94,13 @@ def test_second_signal_ends_the_process(number):
         process.send_signal(number)
 
         assert process.wait(PATIENT_S) == 128 + number
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">/dev/full"])
+def test_process_without_an_output_ends_with_its_exit_code(redirection):
+    program = "from dynamo.base import process_setup; print('x'); process_setup.end_now(7)"
+    argv = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program]
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}  # else `print` would fail
+    done = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (7, "")

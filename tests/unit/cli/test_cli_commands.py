@@ -420,6 +420,10 @@ def test_name_that_kubernetes_refuses_is_refused_before(home, name):
         ),
         (lambda: deployment.deploy(deployment.DeployConfig(pipeline="a:1")), "no such archive"),
         (
+            lambda: deployment.deploy(deployment.DeployConfig(pipeline="a:e1b2c3d4e5f6")),
+            "no such archive",
+        ),
+        (
             lambda: deployment.deploy(deployment.DeployConfig(pipeline="m:Class", dry_run=True)),
             "expected --image with an image that has its sources",
         ),
@@ -449,6 +453,10 @@ def test_name_that_kubernetes_refuses_is_refused_before(home, name):
         (
             lambda: bench.run(bench.BenchConfig(url="x:99999")),
             "expected http://host:port, got 'x:99",
+        ),
+        (
+            lambda: bench.run(bench.BenchConfig(url="http://a..b")),
+            r"no frontend answers at http://a",
         ),
         (lambda: top.run(top.TopConfig(url="")), "expected http://host:port, got ''"),
         (lambda: package.get(package.GetConfig(tag="x")), "like app:1a2b, got 'x'"),

@@ -35,6 +35,24 @@ def test_the_version_is_printed(monkeypatch, capsys, flag):
     assert (code, out.strip()) == (0, importlib.metadata.version("dynamo-serving"))
 
 
+def test_version_needs_no_module_of_a_subcommand():
+    """Their options take a second to load."""
+    program = """
+import sys
+from dynamo.cli import main
+sys.argv = ["dynamo", "--version"]
+try:
+    main.main()
+finally:
+    print(*sys.modules)
+"""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENT_S, check=True)
+    modules = {command.module for command in main.COMMANDS.values()}
+
+    assert not {f"dynamo.cli.{name}" for name in modules} & {*done.stdout.split()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -66,16 +84,19 @@ def test_model_whose_name_looks_like_a_graph_is_served_as_a_model(monkeypatch, c
     assert (code, err, names) == (0, "", ["llama:latest"])
 
 
-def test_reader_that_has_gone_ends_the_command_without_a_word():
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "in=stdin", "out=echo_full"]])
+def test_reader_that_has_gone_ends_the_command_without_a_word(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing) as output:
-        argv = [sys.executable, "-m", "dynamo.cli", "--help"]
+        argv = [sys.executable, "-m", "dynamo.cli", *arguments]
         done = subprocess.run(
-            argv, stdout=output, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S
+            argv, input="hi", stdout=output, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S
         )
 
-    assert (done.returncode, done.stderr) == (1, "")
+    # on a slow machine it says how long the model has been loading
+    lines = [line for line in done.stderr.splitlines() if "Ctrl-C gives up" not in line]
+    assert (done.returncode, lines) == (1, [])
 
 
 @pytest.mark.parametrize("command", ["", " serve"])
@@ -89,6 +110,13 @@ def test_output_that_cannot_be_written_is_no_trace(command, redirection, code, w
     done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
 
     assert (done.returncode, done.stderr) == (code, words.format(command))
+
+
+def test_mistake_is_not_told_on_standard_output_if_standard_error_is_closed():
+    argv = ["bash", "-c", '"$0" -m dynamo.cli srve 2>&-', sys.executable]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):

@@ -248,10 +248,23 @@ def test_engine_that_is_no_text_is_refused(backend):
 
 def test_long_standard_input_is_read_to_its_end(monkeypatch):
     monkeypatch.setattr(kube_manifests, "_MOST_BYTES", 20, raising=False)
-    monkeypatch.setattr("sys.stdin", io.StringIO("kind: Secret\n---\nkind: Service\n"))
+    text = io.BytesIO(b"kind: Secret\n---\nkind: Service\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(text))
 
     documents = [each.document for each in kube_manifests.read_manifests("-")]
     assert documents == [{"kind": "Secret"}, {"kind": "Service"}]
+
+
+def test_manifests_are_read_in_their_own_encoding_whatever_the_locale(monkeypatch, tmp_path):
+    text = "kind: Secret\nmetadata:\n  name: né\n"
+    file = tmp_path / "a.yaml"
+    file.write_bytes(text.encode("utf-16"))
+    stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="latin-1")
+    monkeypatch.setattr("sys.stdin", stdin)
+
+    for place in (str(file), "-"):
+        (manifest,) = kube_manifests.read_manifests(place)
+        assert manifest.document["metadata"]["name"] == "né"
 
 
 def test_manifests_of_a_list_are_converted_one_by_one(tmp_path):

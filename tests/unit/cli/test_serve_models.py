@@ -41,6 +41,20 @@ def test_what_cannot_be_is_refused_with_the_numbers(models, flags, message, unus
         serve_models.serve_any(options)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--pin", "Qwen3"], "--pin Qwen3"), (["--dry-run"], "--dry-run is for one model")],
+)
+def test_wrong_flag_is_told_before_a_model_is_downloaded(
+    monkeypatch, flags, message, unused_tcp_port
+):
+    monkeypatch.setattr(serve_models.engines, "find_model", mock.Mock(side_effect=AssertionError))
+    argv = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "--http-port", str(unused_tcp_port), *flags]
+
+    with pytest.raises(errors.ConfigError, match=message):
+        serve_models.serve_any(config.load(ServeConfig, prog="dynamo serve", argv=argv))
+
+
 def test_budget_is_a_share_of_what_the_machine_and_the_control_group_leave(
     models, monkeypatch, unused_tcp_port
 ):

@@ -236,3 +236,15 @@ def test_history_keeps_what_was_typed_in_another_window(say, monkeypatch, tmp_pa
     readline.clear_history()
 
     assert path.read_text().splitlines() == ["earlier", "of the other window", "of this window"]
+
+
+def test_empty_no_color_is_as_good_as_none(monkeypatch, capsys):
+    """As https://no-color.org says."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    view = terminal.AnswerView()
+    view.show("**yes** ")
+    view.end()
+
+    assert "\x1b[1myes" in capsys.readouterr().out

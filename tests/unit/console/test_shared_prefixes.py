@@ -33,3 +33,18 @@ def test_memory_is_bounded():
 
     assert len(found(prompts, limit=1000)) == MAX_PROMPTS
     assert {len(hashes) for hashes, _ in found(prompts)} == {MAX_BLOCKS}
+
+
+def test_prompts_of_different_models_share_nothing():
+    """Models with one tokenizer have the same hashes for the same text, and caches of their own."""
+    prompts = RecentPrompts()
+    for model in ("small", "large"):
+        prompts.add(model, (1, 2))
+    prompts.add("large", (1, 3))
+
+    assert [(one.model, one.hashes, one.num_prompts) for one in prompts.find_prefixes()] == [
+        ("large", (1,), 2),
+        ("small", (1, 2), 1),
+        ("large", (1, 2), 1),
+        ("large", (1, 3), 1),
+    ]

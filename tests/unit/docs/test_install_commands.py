@@ -102,6 +102,15 @@ def test_each_target_of_make_that_uses_the_environment_makes_it_first():
     assert without == []
 
 
+def test_model_whose_path_has_a_blank_is_one_word():
+    argv = ["make", "--dry-run", "run", "MODEL=/models/my model"]
+    printed = subprocess.run(
+        argv, cwd=ROOT, capture_output=True, text=True, timeout=PATIENT_S, check=True
+    )
+
+    assert 'dynamo serve "/models/my model" --http-port' in printed.stdout
+
+
 def test_environment_that_was_interrupted_while_it_was_made_is_made_again(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)

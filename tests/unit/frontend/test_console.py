@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import dataclasses
 import json
 import logging
 import os
@@ -305,6 +306,20 @@ async def test_decision_is_explained_while_a_console_is_open(bare):
     assert decision["candidates"][0]["cost"] > 0
     assert cache["is_indexed"]
     assert [one["num_prompts"] for one in cache["prefixes"]] == [1]
+
+
+async def test_prefix_is_held_by_workers_of_its_own_model(bare):
+    """Models with one tokenizer have the same hashes for the same text."""
+    await bare.start(config.RoutingConfig(router_mode="kv"))
+    own, other = [await bare.worker(name) for name in ("M", "other")]
+    names = [f"{each.instance.instance_id:x}" for each in (own, other)]
+    views = bare.frontend._console.views
+    found = {"device": dict.fromkeys(names, 1)}
+    views._sources = dataclasses.replace(views._sources, find_matches=lambda hashes: found)
+    views.recorder.prompts.add("m", [7])
+    (prefix,) = (await get(bare, f"{API}/cache"))["prefixes"]
+
+    assert prefix["blocks_by_tier"] == {"device": {names[0]: 1}}
 
 
 async def test_client_asks_for_the_explanation_by_header_or_field(bare):

@@ -51,7 +51,8 @@ def test_shared_port_of_another_process_is_not_taken_over():
 
 
 @pytest.mark.parametrize(
-    ("host", "words"), [("192.0.2.1", "cannot listen"), ("no such", "no address")]
+    ("host", "words"),
+    [("192.0.2.1", "cannot listen"), ("no such", "no address"), ("a..b", "no address")],
 )
 def test_address_of_another_machine_is_a_config_error(host, words):
     with pytest.raises(errors.ConfigError, match=words):

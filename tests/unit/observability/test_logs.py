@@ -264,3 +264,10 @@ def test_request_id_with_control_characters_speaks_to_no_terminal():
 
     assert not {"\x9b", "\x1b"} & set(text)
     assert "\nforged" not in text
+
+
+def test_process_whose_standard_error_is_closed_logs_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    logs.configure({})
+
+    logging.getLogger("dynamo").warning("unheard")

@@ -120,3 +120,8 @@ def test_push_to_what_is_no_gateway_is_unavailable(monkeypatch):
     monkeypatch.setattr(prometheus_client, "push_to_gateway", push)
     with pytest.raises(errors.Unavailable, match="cannot push metrics to here:1: SSH"):
         metrics.Registry("x").push("here:1", "job")
+
+
+def test_push_to_a_name_that_no_host_can_have_is_unavailable():
+    with pytest.raises(errors.Unavailable, match=r"cannot push metrics to a\.\.b:1: "):
+        metrics.Registry("x").push("a..b:1", "job")

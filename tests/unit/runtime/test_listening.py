@@ -82,3 +82,8 @@ def test_ports_in_use_are_not_free(monkeypatch):
 
         with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
             listening.find_free_ports(1)
+
+
+def test_name_that_no_host_can_have_is_refused_for_the_system_port():
+    with pytest.raises(errors.ConfigError, match=r"'a\.\.b' is no address of this machine: enc"):
+        listening.open_listener("a..b", 0, port_flag="--system-port")

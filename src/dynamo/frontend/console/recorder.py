@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -125,12 +125,11 @@ class ConsoleRecorder:
     def sample(self, frontend_metrics: metrics.FrontendMetrics) -> None:
         """Add a point to the history of each model."""
         wall, now = self.clock.wall(), self.clock.now()
-        failed: dict[str, float] = {}
+        failed: defaultdict[str, float] = defaultdict(float)
         for family in frontend_metrics.requests.collect():
             for row in family.samples:
                 if row.labels["status"] == "error":
-                    label = row.labels["model"]
-                    failed[label] = failed.get(label, 0.0) + row.value
+                    failed[row.labels["model"]] += row.value
         samples = {
             label: metric_history.Sample(
                 at=wall,
@@ -228,8 +227,4 @@ def _buckets(histogram: observed.FastHistogram) -> metric_history.Buckets:
 
 def group_by_worker(open_requests: Mapping[metrics.RequestMeter, None]) -> dict[int, int]:
     """Return the number of requests in flight by the instance that has them."""
-    counts: dict[int, int] = {}
-    for request in open_requests:
-        if request.worker_id is not None:
-            counts[request.worker_id] = counts.get(request.worker_id, 0) + 1
-    return counts
+    return Counter(each.worker_id for each in open_requests if each.worker_id is not None)

@@ -301,6 +301,8 @@ class Views:
         for request in recent:
             for tier, count in request.tier_tokens.items():
                 tier_tokens[tier] = tier_tokens.get(tier, 0) + count
+        rows = [*self._worker_rows({})]
+        pairs = {(name.lower(), row.instance) for row in rows for name in (row.model, *row.loras)}
         return CachePage(
             is_indexed=self.router_mode == "kv",
             prompt_tokens=sum(request.num_prompt_tokens for request in recent),
@@ -312,7 +314,10 @@ class Views:
                     model=prefix.model,
                     num_blocks=len(prefix.hashes),
                     num_prompts=prefix.num_prompts,
-                    blocks_by_tier=self._sources.find_matches(prefix.hashes),
+                    blocks_by_tier={  # of other models, blocks may have the same hashes
+                        tier: {key: n for key, n in held.items() if (prefix.model, key) in pairs}
+                        for tier, held in self._sources.find_matches(prefix.hashes).items()
+                    },
                 )
                 for prefix in self.recorder.prompts.find_prefixes()
             ],

@@ -47,7 +47,7 @@ def _bind_port(host: str, port: int) -> Iterator[int]:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise errors.ConfigError(f"{host!r} is no address of this machine: {error}") from error
     with socket.socket(family, kind) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

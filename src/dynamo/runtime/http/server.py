@@ -88,7 +88,7 @@ class HttpServer:
             if host == "::":  # asyncio would listen on IPv6 alone
                 where = {"sock": listening.open_dual_socket(port, shares_port=shares_port)}
             return await self._listen(**where)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise errors.ConfigError(
                 listening.describe_failure(error, host, port, port_flag)
             ) from error
