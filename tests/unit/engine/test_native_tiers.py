@@ -675,11 +675,11 @@ async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(
 async def test_engine_stops_while_copies_hang_and_the_next_one_uses_its_disk(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tier_copies, "_CLOSE_S", 0.01)
     prompt = text(1, 80)
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         first = await served.answer(prompt)
         await served.settle()
+    monkeypatch.setattr(tier_copies, "_CLOSE_S", 0.01)  # of the one whose copies hang
     reads, writes = StuckFile(monkeypatch), StuckFile(monkeypatch, "write")
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         served.submit(prompt)
