@@ -314,6 +314,8 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
         raise errors.ConfigError("expected nested keys, got far too many levels of them") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is not UTF-8, odd dates
         raise errors.ConfigError(f"expected YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError) as error:  # as for `!!bool x`
+        raise errors.ConfigError("expected YAML: a value does not fit the tag before it") from error
     if num_values > MAX_VALUES:
         raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
     if tree is None:
@@ -325,6 +327,8 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
 
 def _count_values(tree: Any, num_values: int) -> int:
     """Return `num_values` and the number of values in the tree, or a little more than the most allowed."""
+    if isinstance(tree, set | tuple):  # which only a tag makes
+        raise yaml.YAMLError("expected keys, lists and single values, got a set or pairs")
     num_values += 1
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     for child in children:

@@ -195,6 +195,12 @@ def test_a_model_without_a_directory_is_said_to_be_replaced():
         + "".join(f"{chr(i)}: &{chr(i)} [*{chr(i - 1)}, *{chr(i - 1)}]\n" for i in range(99, 123)),
         "[" * 3000,
         "a: " + "x" * 2**20,
+        "a: !!bool x",
+        "a: !!int ''",
+        "a: !!float ''",
+        "a: !!timestamp x",
+        "decisions: !!set {a}",
+        "decisions: !!pairs [a: 1]",
     ],
 )
 def test_file_that_is_no_configuration_is_refused(text):
