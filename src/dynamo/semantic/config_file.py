@@ -4,6 +4,7 @@ What the original has and this router does not is refused by name; a key that ne
 the original passes over it. Nothing in a file can run away: its size, depth and number of values have bounds.
 """
 
+import dataclasses
 import operator
 import re
 from collections.abc import Iterator
@@ -46,10 +47,9 @@ _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
 _MERGE = "tag:yaml.org,2002:merge"
 _UNKNOWN = ": unknown key, it has no effect"
 # What names files and secrets of this host: who may change a configuration over HTTP shall not reach them.
-_CACHE_FILE_ONLY = ("directory", "backend_type", "milvus", "backend_config_path")
 _FILE_ONLY = (
-    *("encoders", "tools.tools_db_path"),
-    *(f"semantic_cache.{key}" for key in _CACHE_FILE_ONLY),
+    *("encoders", "tools.tools_db_path", "semantic_cache.directory", "semantic_cache.backend_type"),
+    *("semantic_cache.milvus", "semantic_cache.backend_config_path"),
 )
 _SECRETS = ("access_key", "password", "value")  # the last one of a header
 HIDDEN_KEY = "(set)"  # stands for a key or password where a configuration is shown
@@ -116,7 +116,13 @@ def parse(
 
     Directories of models that are not absolute may be below `directory`.
     """
-    return _decode(_read_yaml(data), categories, directory, find_hub_model)
+    translation = config_v03.translate(_read_yaml(data))
+    try:
+        loaded = _decode(translation.tree, categories, directory, find_hub_model)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(translation.name_key(str(error))) from error
+    notes = (*translation.notes, *map(translation.name_key, loaded.notes))
+    return dataclasses.replace(loaded, notes=notes)
 
 
 def parse_change(
@@ -190,13 +196,7 @@ def _decode(
     directory: Path | None,
     find_hub_model: encoder_labels.FindHubModel,
 ) -> LoadedConfig:
-    version = tree.get("version")
-    notes: list[str] = []
-    if str(version) in ("v0.3", "0.3"):
-        tree, notes = config_v03.translate(tree)
-    elif version is not None and str(version) not in ("v0.1", "0.1"):
-        raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
-    notes += _read_backend_file(tree, directory)
+    notes = _read_backend_file(tree, directory)
     tree = config.fill_blanks(tree)
     notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
     try:
@@ -284,24 +284,18 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
 def _keys_without_effect(section: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of keys that have another value than usual, and no effect."""
     if isinstance(section, msgspec.Struct):
-        for name, default in zip(section.__struct_fields__, _defaults_of(section), strict=True):
-            value = getattr(section, name)
-            if name in _NO_EFFECT.get(type(section), ()) and value != default:
-                yield f"{path}{name}"
-            yield from _keys_without_effect(value, f"{path}{name}.")
+        for key in msgspec.structs.fields(section):
+            value, make_default = getattr(section, key.name), key.default_factory
+            default = make_default() if callable(make_default) else key.default
+            if key.name in _NO_EFFECT.get(type(section), ()) and value != default:
+                yield f"{path}{key.name}"
+            yield from _keys_without_effect(value, f"{path}{key.name}.")
     elif isinstance(section, list):
         for number, item in enumerate(section):
             yield from _keys_without_effect(item, f"{path[:-1]}[{number}].")
     elif isinstance(section, dict):
         for name, item in section.items():
             yield from _keys_without_effect(item, f"{path}{name}.")
-
-
-def _defaults_of(section: msgspec.Struct) -> list[Any]:
-    return [
-        field.default_factory() if callable(field.default_factory) else field.default
-        for field in msgspec.structs.fields(section)
-    ]
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
