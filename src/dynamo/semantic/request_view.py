@@ -31,9 +31,8 @@ _NAME_FIELDS = ("name", "tool_name", "role")
 _ID_FIELDS = ("id", "tool_call_id", "tool_use_id", "call_id")
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
-_OTHER_FIELDS = (
-    "system", "instructions", "suffix", "chat_template", "documents", "chat_template_kwargs", "chat_template_args",
-)  # fmt: skip
+_ANY_VALUES = ("documents", "chat_template_kwargs", "chat_template_args")
+_OTHER_FIELDS = ("system", "instructions", "suffix", *_ANY_VALUES)
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
@@ -100,17 +99,25 @@ class RequestView:
 
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
         """
-        texts = [text for message in self.messages for text in _texts(message)]
-        texts += [_join_short(_parts_of(message)) for message in self.messages]
-        for name in (*_MESSAGE_FIELDS, *_OTHER_FIELDS):
-            value = self.fields.get(name)
-            if name in ("documents", "chat_template_kwargs", "chat_template_args"):
-                texts += _strings(value)
-            elif name != self.messages_field:
-                texts += [*_texts(value), _join_short(_parts(value))]
-        if isinstance(self.fields.get("chat_template"), str):  # it may write what no other does
-            texts += _strings(self.messages)
+        texts = [*self._single_texts, *(_join_short(_parts_of(each)) for each in self.messages)]
+        texts += [_join_short(_parts(value)) for value in self._other_values.values()]
+        if isinstance(template := self.fields.get("chat_template"), str):
+            texts += [template, *_strings(self.messages)]  # it may write what no other does
         return [text for text in texts if text]
+
+    @cached_property
+    def _single_texts(self) -> list[str]:
+        """Return the texts, each as often as the request has it."""
+        texts = [text for message in self.messages for text in _texts(message)]
+        for name, value in self._other_values.items():
+            texts += _strings(value) if name in _ANY_VALUES else _texts(value)
+        return texts
+
+    @cached_property
+    def _other_values(self) -> dict[str, Any]:
+        """Return the values of the fields, beside the messages, whose texts a model may see."""
+        names = (*_MESSAGE_FIELDS, *_OTHER_FIELDS)
+        return {name: self.fields.get(name) for name in names if name != self.messages_field}
 
     @property
     def has_token_ids(self) -> bool:
@@ -154,7 +161,7 @@ class RequestView:
     @property
     def least_context(self) -> int:
         """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
-        prompt = sum(map(len, self.texts)) // _CHARACTERS_PER_TOKEN
+        prompt = sum(map(len, self._single_texts)) // _CHARACTERS_PER_TOKEN
         limits = (self.fields.get(name) for name in _OUTPUT_LIMITS)
         return prompt + next((limit for limit in limits if isinstance(limit, int)), 0)
 

@@ -43,6 +43,21 @@ def test_limit_of_the_configuration_refuses(fields, reason):
     assert model_choice.refusal_of("plain", view, served, SETTINGS) == reason
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}] * 3}]},
+        {"prompt": "x" * 300, "chat_template": "x" * 300},
+    ],
+)
+def test_text_that_guards_read_twice_or_no_model_sees_needs_no_more_context(fields):
+    view = request_view.RequestView(msgspec.json.encode(fields))
+    served = model_choice.ConfiguredModels(SETTINGS)
+
+    assert view.least_context == 75
+    assert model_choice.refusal_of("plain", view, served, SETTINGS) is None
+
+
 def test_model_that_is_not_configured_has_no_limits():
     view = request_view.RequestView(chat("hi", tools=[{}]))
     served = model_choice.ConfiguredModels(SETTINGS)
