@@ -18,6 +18,15 @@ from dynamo.base import errors
 RequestApi = Literal[
     "chat", "responses", "messages", "completions", "ollama", "ollama_generate", "other"
 ]
+_API_BY_PATH: dict[str, RequestApi] = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/api/chat": "ollama",
+    "/api/generate": "ollama_generate",
+    "/v1/completions": "completions",
+}
 # The field of the messages or the prompt; of other APIs it is `messages`, if they have them.
 _FIELD_BY_API = {"responses": "input", "completions": "prompt", "ollama_generate": "prompt"}
 _RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
@@ -39,6 +48,11 @@ _SHORT_PART = 200  # characters; a longer part of a message is judged well enoug
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
 _USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call
 _decoder = msgspec.json.Decoder()
+
+
+def api_of(path: str) -> RequestApi:
+    """Return the API that a path of HTTP belongs to."""
+    return _API_BY_PATH.get(path, "other")
 
 
 @contextlib.contextmanager
