@@ -19,6 +19,11 @@ def types_of(text):
         ("amex 3782 822463 10005 1234", "CREDIT_CARD"),
         ("card 4111.1111.1111.1111.", "CREDIT_CARD"),
         ("amex 378282246310005", "CREDIT_CARD"),
+        ("diners 3056 930902 5904", "CREDIT_CARD"),
+        ("jcb 3530111333300000 and no more", "CREDIT_CARD"),
+        ("visa 4222222222222", "CREDIT_CARD"),
+        ("maestro 630495060000000000", "CREDIT_CARD"),
+        ("mastercard 2223 0031 2200 3222", "CREDIT_CARD"),
         ("IBAN GB29 NWBK 6016 1331 9268 19", "IBAN_CODE"),
         ("send it to FR7630006000011234567890189", "IBAN_CODE"),
         # of the countries that came to the registry last, with its own examples
@@ -74,6 +79,10 @@ def test_personal_data_is_found(text, kind):
         "http://127.0.0.1:8000 and [::1]:8000",
         "how does A::B differ from ::add and Bad::Cafe",
         "4111 1111 1111 1112 12/27",
+        # of the length of no such card, with the right sum
+        "IMEI 490154203237518",
+        "EAN 3045140105505",
+        "order 2000000000000006",
         "2019 2020 2021 2022 2023 2024",
         "the ratio is 3:4:5",
         "add 100 200 300 and 400",

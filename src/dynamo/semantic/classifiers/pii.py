@@ -134,6 +134,11 @@ _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
 _CARD_BEFORE_DIGITS = re.compile(  # its date or code may stand behind it, which the pattern above takes for its digits
     r"(?<![\w.-])(?:[2-6]\d{3}(?:([ .-])\d{4}(?:\1\d{4}){2}|[ .-]\d{6}[ .-]\d{4,5})|[2-6]\d{12,18})(?![\w-]|\.\d)"
 )
+# First digits with the lengths that their issuers give out.
+_CARD_NUMBER = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{17,18})|3[47]\d{13}|(?:2131|1800)\d{11}|3(?:0[0-59]|[689]\d)(?:\d{11}|\d{13,16})|"
+    r"35\d{14,17}|(?:5[1-5]|2[2-7])\d{14,17}|(?:50|5[6-9]|6\d)\d{10,17}"
+)
 _SSN = re.compile(
     r"(?<![\w-])(?<!Suite )(?<!Apt )(?<!Apt\. )(?<!Unit )(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])"
 )
@@ -215,10 +220,11 @@ def _search_ibans(text: str) -> Iterator[PiiSpan]:
 
 
 def _check_card(match: re.Match[str]) -> float:
-    """Return 1 if the sum of digits by Luhn's rule ends in 0."""
-    digits = [int(sign) for sign in match[0] if sign.isdigit()]
-    if not 12 <= len(digits) <= 19 or len(set(digits)) == 1:
+    """Return 1 for digits that a card may have if their sum by Luhn's rule ends in 0, as that of an IMEI does, too."""
+    number = re.sub(r"\D", "", match[0])
+    if not _CARD_NUMBER.fullmatch(number) or len(set(number)) == 1:
         return 0.0
+    digits = [*map(int, number)]
     doubled = sum(sum(divmod(2 * digit, 10)) for digit in digits[-2::-2])
     return 1.0 if (doubled + sum(digits[-1::-2])) % 10 == 0 else 0.0
 
