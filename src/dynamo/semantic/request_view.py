@@ -47,6 +47,8 @@ _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's len
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
 _USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call
+# The first line of Claude Code's system prompt, another one in each request.
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _decoder = msgspec.json.Decoder()
 
 
@@ -189,7 +191,8 @@ class RequestView:
 
     def history_hash(self, num_messages: int) -> str:
         """Return a hash of the first messages, the same in every later turn of a conversation."""
-        history: list[Any] = [self.fields.get("system"), self.messages[:num_messages]]
+        system = _BILLING_LINE.sub("", "\n".join(_texts(self.fields.get("system"))))
+        history: list[Any] = [system, self.messages[:num_messages]]
         if b'"cache_control"' in self.body:
             history = _without_marks(history)
         data = msgspec.json.encode(history, order="deterministic")
