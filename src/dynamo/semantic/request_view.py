@@ -83,6 +83,8 @@ class RequestView:
         self.fields: dict[str, Any] = fields
         model = fields.get("model")
         self.model: str = model if isinstance(model, str) else ""
+        if api in ("ollama", "ollama_generate"):
+            self.model = self.model.removesuffix(":latest")  # which its clients may add
         self.has_tools = bool(fields.get("tools"))  # or those that the router adds
         self.is_stream: bool = fields.get("stream") is True
         names = (_FIELD_BY_API.get(api, "messages"), "messages", "prompt", "input")

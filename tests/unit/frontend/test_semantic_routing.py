@@ -176,6 +176,20 @@ async def test_name_that_asks_for_a_choice_is_among_the_models_of_ollama(routed)
     assert (ready.json()["model"], ready.json()["done_reason"]) == ("MoM", "load")
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/api/generate", {"prompt": "hello"}),
+    ],
+)
+async def test_name_that_asks_for_a_choice_may_have_the_tag_of_ollama(routed, path, prompt):
+    answer = await routed.client.post(path, json={"model": "MoM:latest", "stream": False, **prompt})
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-vsr-selected-model"] == "m"
+
+
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
     body = {
         "model": "auto",
