@@ -155,6 +155,13 @@ class RequestView:
         return any(part.get("type") in _IMAGE_KINDS for part in parts)
 
     @property
+    def may_call(self) -> bool:
+        """Return whether the model chooses if it calls one of the tools."""
+        choice = self.fields.get("tool_choice")
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        return self.has_tools and kind in (None, "auto")
+
+    @property
     def wants_structure(self) -> bool:
         """Return whether the answer must follow a schema or grammar, in the words of any of the APIs."""
         holders = [self.fields.get(name) for name in ("text", "output_config")]

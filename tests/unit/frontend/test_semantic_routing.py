@@ -427,6 +427,28 @@ async def test_model_that_takes_no_images_is_known_by_its_card(routed):
     assert not live.find_served("m").accepts_images
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_tools_that_may_be_called_go_to_a_model_whose_calls_are_found(routed):
+    """The template of neither model shows how it writes calls; a call that is forced follows a grammar."""
+    for model in (routed.general, routed.coder):
+        model.script = outputs("print", "eos")
+    forced = await routed.chat("python", model="auto", tools=[TOOL], tool_choice="none")
+    refused = await routed.chat("python", model="auto", tools=[TOOL])
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes")
+    await routed.general.runtime.records.withdraw()
+    await routed.until(lambda: routed.frontend.models.get("m") is None)
+    caller = await routed.worker("m", runtime_config=facts)
+    caller.script = outputs("print", "eos")
+    answer = await routed.chat("python", model="auto", tools=[TOOL])
+
+    assert forced.json()["model"] == "coder"
+    assert refused.status_code == 400
+    assert "m: it is not known how it writes tool calls" in refused.json()["error"]["message"]
+    assert answer.json()["model"] == "m"
+
+
 async def test_image_that_no_model_takes_is_the_fault_of_the_request(routed):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUE="}}
 
