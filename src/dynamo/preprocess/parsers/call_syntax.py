@@ -250,10 +250,13 @@ class TaggedCallReader:
         if split is None:
             return None
         types = self.types_of(name, tools)
-        members = [
-            f"{dump(opening['key'].strip())}: {dump(self._value_of(opening, value, types))}"
-            for opening, value in split
-        ]
+        try:
+            members = [
+                f"{dump(opening['key'].strip())}: {dump(self._value_of(opening, value, types))}"
+                for opening, value in split
+            ]
+        except RecursionError:  # a value could just be read
+            return None
         return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
 
     def _split(self, arguments: str) -> list[tuple[re.Match[str], str]] | None:

@@ -486,6 +486,17 @@ def test_argument_that_begins_again_and_again_takes_no_time(name, begin, argumen
     assert time.process_time() - began_s < 1.0
 
 
+@pytest.mark.parametrize("whole_tools", [None, ()])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m3"])
+def test_value_that_could_just_be_read_ends_no_answer(name, whole_tools):
+    """Python reads lists of a depth that it cannot write from there."""
+    known = {"get_weather": {"properties": {"city": {"type": "array"}}}}
+
+    for depth in range(900, 1000):
+        text = ONE_CALL[name].replace("Paris", "[" * depth + "]" * depth)
+        assert read(make_parser(name, known=known, whole_tools=whole_tools), text)
+
+
 def test_too_deeply_nested_brackets_are_content():
     text = "<tool_call>" + "[" * 300 + "]" * 300
 
