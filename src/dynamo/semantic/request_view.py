@@ -133,7 +133,7 @@ class RequestView:
 
     @cached_property
     def _other_values(self) -> dict[str, Any]:
-        """Return the values of the fields, beside the messages, whose texts a model may see."""
+        """Return the values of the fields beside the messages of which a model may see the texts."""
         names = (*_MESSAGE_FIELDS, *_OTHER_FIELDS)
         return {name: self.fields.get(name) for name in names if name != self.messages_field}
 
