@@ -156,11 +156,13 @@ def _endpoint(path: str, reference: _Tree) -> _Tree:
         ) from error
     if not address.hostname or reference.get("protocol", "http") not in ("http", "https"):
         raise errors.ConfigError(f"{path}: expected an endpoint HOST:PORT or a base_url over HTTP")
+    if address.path.rstrip("/") not in ("", "/v1"):  # a gateway is told a host and a port
+        raise errors.ConfigError(f"{path}.base_url: expected no path but /v1, got {address.path}")
     is_https = "https" in (address.scheme, reference.get("protocol"))
     return {
         "name": str(reference.get("name") or written),
         "address": address.hostname,
-        "port": port or (443 if is_https else 80),
+        "port": (443 if is_https else 80) if port is None else port,
         "weight": reference.get("weight", 1.0),
     }
 

@@ -194,6 +194,16 @@ def test_keys_without_effect_are_named():
             [{"name": "a", "backend_refs": [{"base_url": "http://[::1"}]}],
             "HOST:PORT",
         ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"base_url": "https://b.example/openai/v1"}]}],
+            r"models.a.backend_refs\[0\].base_url: expected no path but /v1, got /openai/v1",
+        ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"endpoint": "b:0"}]}],
+            r"models.a.backend_refs\[0\].port: expected a whole number from 1 to 65535, got 0",
+        ),
     ],
 )
 def test_what_v01_cannot_say_is_refused_by_name(path, value, name):
