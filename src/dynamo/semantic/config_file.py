@@ -206,6 +206,8 @@ def _decode(
         raise errors.ConfigError(text) from error
     plugins = {"": _decode_plugins(settings.default_plugins, notes, "default_plugins")}
     for number, decision in enumerate(settings.decisions):
+        if not decision.name:  # its plugins would take the place of `default_plugins`
+            raise errors.ConfigError(f"decisions[{number}].name: expected a name, got ''")
         path = f"decisions[{number}].plugins"
         plugins[decision.name] = _decode_plugins(decision.plugins, notes, path)
     _refuse_unsupported(settings)

@@ -298,6 +298,15 @@ def test_header_that_no_server_takes_is_refused(text, message):
     assert message in refusal_of(text)
 
 
+def test_decision_without_a_name_does_not_take_the_place_of_the_guards_of_all_others():
+    text = """
+        default_plugins: [{type: pii}]
+        decisions: [{name: a}, {name: ""}]
+    """
+
+    assert refusal_of(text).startswith("decisions[1].name: expected a name")
+
+
 def test_endpoint_that_stands_twice_is_refused():
     endpoint = "{name: a, address: b, port: 80}"
 
