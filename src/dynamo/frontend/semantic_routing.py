@@ -66,6 +66,7 @@ class LiveModels:
         return model_choice.ServedModel(
             context_length=entry.card.context_length or None,
             accepts_images=entry.card.runtime_config.max_images > 0,
+            chooses_tools="tools" in entry.capabilities,
             accepts_structured_output=entry.card.runtime_config.supports_guided,
         )
 

@@ -69,9 +69,13 @@ def _run() -> None:
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
-    """Return the original's flags in our words: `--config FILE` is its YAML file, and flags may be `=true`."""
+    """Return the original's flags in our words: `--config FILE` is its YAML file, and flags may be `=true`.
+
+    As every program in Go, it takes them with one hyphen as well: its own makefile starts it with `-config=FILE`.
+    """
     words = []
     for word in argv:
+        word = re.sub(r"^-(?=[a-z][a-z-]+(?:=|$))", "--", word)
         word = re.sub(r"^--config(?==|$)", "--router-config", word)
         if word.startswith("--") and word.endswith("=true"):
             word = word.removesuffix("=true")

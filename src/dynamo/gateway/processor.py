@@ -28,15 +28,6 @@ _COUNTING_PATHS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/
 # What a model is to answer here stands in tensors (KServe), or in a file that was uploaded before (batches).
 _UNREADABLE = re.compile(r"/v2/models/.+/(?:infer|generate)\w*|/inference\..+Infer|/v1/batches")
 _CHAT = ROUTED_PATHS[0]
-_APIS: dict[str, rewriting.RequestApi] = {
-    _CHAT: "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "messages",
-    "/api/chat": "ollama",
-    "/api/generate": "ollama_generate",
-    "/v1/completions": "completions",
-}
 _STREAMED, _FULL_DUPLEX = 1, 4
 _UNUSABLE_MODES = {0: "NONE", 1: "STREAMED", 3: "BUFFERED_PARTIAL"}  # no whole body comes
 # The router's word to a gateway; a client that sends them would choose the server.
@@ -217,13 +208,13 @@ class StreamProcessor:
         headers: immediate.Headers = (),
     ) -> immediate.ImmediateAnswer:
         """Return an error in the shape of the API that is asked."""
-        api = "kserve" if self.path.startswith("/v2/") else _APIS.get(self.path, "other")
+        api = "kserve" if self.path.startswith("/v2/") else request_view.api_of(self.path)
         return immediate.refuse(status, text, kind, api=api, param=param, headers=headers)
 
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
         headers = self.headers
-        api = _APIS.get(self.path, "other")
+        api = request_view.api_of(self.path)
         tenant = service.tenant_of(headers)
         try:
             if api == "chat":

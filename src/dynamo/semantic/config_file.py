@@ -4,6 +4,7 @@ What the original has and this router does not is refused by name; a key that ne
 the original passes over it. Nothing in a file can run away: its size, depth and number of values have bounds.
 """
 
+import dataclasses
 import operator
 import re
 from collections.abc import Iterator
@@ -46,10 +47,9 @@ _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
 _MERGE = "tag:yaml.org,2002:merge"
 _UNKNOWN = ": unknown key, it has no effect"
 # What names files and secrets of this host: who may change a configuration over HTTP shall not reach them.
-_CACHE_FILE_ONLY = ("directory", "backend_type", "milvus", "backend_config_path")
 _FILE_ONLY = (
-    *("encoders", "tools.tools_db_path"),
-    *(f"semantic_cache.{key}" for key in _CACHE_FILE_ONLY),
+    *("encoders", "tools.tools_db_path", "semantic_cache.directory", "semantic_cache.backend_type"),
+    *("semantic_cache.milvus", "semantic_cache.backend_config_path"),
 )
 _SECRETS = ("access_key", "password", "value")  # the last one of a header
 HIDDEN_KEY = "(set)"  # stands for a key or password where a configuration is shown
@@ -116,7 +116,13 @@ def parse(
 
     Directories of models that are not absolute may be below `directory`.
     """
-    return _decode(_read_yaml(data), categories, directory, find_hub_model)
+    translation = config_v03.translate(_read_yaml(data))
+    try:
+        loaded = _decode(translation.tree, categories, directory, find_hub_model)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(translation.name_key(str(error))) from error
+    notes = (*translation.notes, *map(translation.name_key, loaded.notes))
+    return dataclasses.replace(loaded, notes=notes)
 
 
 def parse_change(
@@ -190,13 +196,7 @@ def _decode(
     directory: Path | None,
     find_hub_model: encoder_labels.FindHubModel,
 ) -> LoadedConfig:
-    version = tree.get("version")
-    notes: list[str] = []
-    if str(version) in ("v0.3", "0.3"):
-        tree, notes = config_v03.translate(tree)
-    elif version is not None and str(version) not in ("v0.1", "0.1"):
-        raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
-    notes += _read_backend_file(tree, directory)
+    notes = _read_backend_file(tree, directory)
     tree = config.fill_blanks(tree)
     notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
     try:
@@ -206,6 +206,8 @@ def _decode(
         raise errors.ConfigError(text) from error
     plugins = {"": _decode_plugins(settings.default_plugins, notes, "default_plugins")}
     for number, decision in enumerate(settings.decisions):
+        if not decision.name:  # its plugins would take the place of `default_plugins`
+            raise errors.ConfigError(f"decisions[{number}].name: expected a name, got ''")
         path = f"decisions[{number}].plugins"
         plugins[decision.name] = _decode_plugins(decision.plugins, notes, path)
     _refuse_unsupported(settings)
@@ -284,24 +286,18 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
 def _keys_without_effect(section: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of keys that have another value than usual, and no effect."""
     if isinstance(section, msgspec.Struct):
-        for name, default in zip(section.__struct_fields__, _defaults_of(section), strict=True):
-            value = getattr(section, name)
-            if name in _NO_EFFECT.get(type(section), ()) and value != default:
-                yield f"{path}{name}"
-            yield from _keys_without_effect(value, f"{path}{name}.")
+        for key in msgspec.structs.fields(section):
+            value, make_default = getattr(section, key.name), key.default_factory
+            default = make_default() if callable(make_default) else key.default
+            if key.name in _NO_EFFECT.get(type(section), ()) and value != default:
+                yield f"{path}{key.name}"
+            yield from _keys_without_effect(value, f"{path}{key.name}.")
     elif isinstance(section, list):
         for number, item in enumerate(section):
             yield from _keys_without_effect(item, f"{path[:-1]}[{number}].")
     elif isinstance(section, dict):
         for name, item in section.items():
             yield from _keys_without_effect(item, f"{path}{name}.")
-
-
-def _defaults_of(section: msgspec.Struct) -> list[Any]:
-    return [
-        field.default_factory() if callable(field.default_factory) else field.default
-        for field in msgspec.structs.fields(section)
-    ]
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
@@ -314,6 +310,8 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
         raise errors.ConfigError("expected nested keys, got far too many levels of them") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is not UTF-8, odd dates
         raise errors.ConfigError(f"expected YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError) as error:  # as for `!!bool x`
+        raise errors.ConfigError("expected YAML: a value does not fit the tag before it") from error
     if num_values > MAX_VALUES:
         raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
     if tree is None:
@@ -325,6 +323,8 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
 
 def _count_values(tree: Any, num_values: int) -> int:
     """Return `num_values` and the number of values in the tree, or a little more than the most allowed."""
+    if isinstance(tree, set | tuple):  # which only a tag makes
+        raise yaml.YAMLError("expected keys, lists and single values, got a set or pairs")
     num_values += 1
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     for child in children:

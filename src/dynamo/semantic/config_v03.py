@@ -1,16 +1,22 @@
 """The form v0.3 of the configuration, translated into that of v0.1 before anything reads it.
 
 Signals that block, `jailbreak` and `pii` with a `fast_response`, become the guards of v0.1. What has no counterpart is
-refused by the name that it has in the file; keys without a consequence are named in notes.
+refused by the name that it has in the file; keys without a consequence are named in notes. What is said later of a key
+of v0.1 is said of the key that stands in the file.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo.base import errors
 
 _GUARD_SIGNALS = ("jailbreak", "pii")
+_GUARD_KEYS = {
+    "jailbreak": ("prompt_guard",),
+    "pii": ("default_plugins", "default_plugins[0].configuration"),
+}
 _SIGNALS = {"keywords": "keyword_rules", "embeddings": "embedding_rules", "domains": "categories"}
 _MODEL_KEYS = (
     "name",
@@ -26,42 +32,78 @@ _GLOBAL_ROUTER = (
     "include_config_models_in_list",
     "clear_route_cache",
 )
+_DEFAULTS = ("default_model", "default_reasoning_effort", "reasoning_families")
+# By a key of v0.1 the one of v0.3 that has its place.
+_KEYS = {
+    **{key: f"providers.defaults.{key}" for key in _DEFAULTS},
+    **{key: f"global.router.{key}" for key in _GLOBAL_ROUTER},
+    **{counterpart: f"routing.signals.{key}" for key, counterpart in _SIGNALS.items()},
+    "vllm_endpoints": "providers.models: backend_refs",
+    "model_config": "providers.models",
+    "strategy": "routing.strategy",
+    "decisions": "routing.decisions",
+    "semantic_cache": "global.stores.response_cache",
+    "tools": "global.integrations.tools",
+    "bert_model.model_id": "routing.signals.embeddings",
+}
 _Tree = dict[str, Any]
 
 
-def translate(tree: Mapping[str, Any]) -> tuple[_Tree, list[str]]:
-    """Return the same configuration in the form v0.1, with notes. Raises ConfigError for what v0.1 cannot say."""
-    routing, shared = _section(tree, "routing"), _section(tree, "global")
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A configuration in the form v0.1, with notes."""
+
+    tree: _Tree
+    notes: list[str] = field(default_factory=list)
+    keys: Mapping[str, str] = field(default_factory=dict)  # by a key of v0.1, that of the file
+
+    def name_key(self, text: str) -> str:
+        """Return a text that begins with a key of v0.1 with the key that stands in the file."""
+        for key in sorted(self.keys, key=len, reverse=True):
+            if text.startswith(key) and text[len(key) : len(key) + 1] in (".", ":", "["):
+                return self.keys[key] + text[len(key) :]
+        return text
+
+
+def translate(tree: _Tree) -> Translation:
+    """Return the configuration in the form v0.1. Raises ConfigError for what v0.1 cannot say, or another version."""
+    version = tree.get("version")
+    if version is None or str(version) in ("v0.1", "0.1"):
+        return Translation(tree)
+    if str(version) not in ("v0.3", "0.3"):
+        raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
+    routing, shared, keys = _section(tree, "routing"), _section(tree, "global"), dict(_KEYS)
     notes = [
         f"{key}: no key of v0.3 that has an effect here"
         for key in tree
         if key not in ("version", "providers", "routing", "global")
     ]
     _refuse_rest("routing", routing, ("strategy", "signals", "decisions", "modelCards"))
-    result: _Tree = {**_providers(_section(tree, "providers")), **_shared(shared, notes)}
+    result: _Tree = {**_providers(_section(tree, "providers"), keys), **_shared(shared, notes)}
     if "strategy" in routing:
         result["strategy"] = routing["strategy"]
-    for card in _list(routing, "modelCards", "routing.modelCards"):
-        _add_card(card, result["model_config"], notes)
+    for number, card in enumerate(_list(routing, "modelCards", "routing.modelCards")):
+        _add_card(f"routing.modelCards[{number}]", card, result["model_config"], notes, keys)
     signals = _section(routing, "signals", "routing.signals")
     _refuse_rest("routing.signals", signals, (*_SIGNALS, *_GUARD_SIGNALS))
     for name, counterpart in _SIGNALS.items():
         if rules := _list(signals, name, f"routing.signals.{name}"):
             result[counterpart] = [_signal(name, rule) for rule in rules]
-    result["decisions"] = _decisions(routing, signals, result, notes)
-    return result, notes
+    result["decisions"] = _decisions(routing, signals, result, notes, keys)
+    return Translation(result, notes, keys)
 
 
-def _providers(providers: _Tree) -> _Tree:
+def _providers(providers: _Tree, keys: dict[str, str]) -> _Tree:
     _refuse_rest("providers", providers, ("defaults", "models"))
     defaults = _section(providers, "defaults", "providers.defaults")
-    known = ("default_model", "default_reasoning_effort", "reasoning_families")
-    _refuse_rest("providers.defaults", defaults, known)
+    _refuse_rest("providers.defaults", defaults, _DEFAULTS)
     models: _Tree = {}
     endpoints: list[_Tree] = []
-    for model in _list(providers, "models", "providers.models"):
-        name = str(model.get("name"))
+    for number, model in enumerate(_list(providers, "models", "providers.models")):
+        name = _read_name(f"providers.models[{number}]", model)
         path = f"providers.models.{name}"
+        if name in models:  # the first would be forgotten
+            raise errors.ConfigError(f"{path}: expected names that differ, got this one twice")
         _refuse_rest(path, model, _MODEL_KEYS)
         if model.get("provider_model_id", name) != name:
             raise errors.ConfigError(f"{path}.provider_model_id: expected {name!r}, or none")
@@ -70,8 +112,11 @@ def _providers(providers: _Tree) -> _Tree:
         entry = {key: model[key] for key in ("reasoning_family", "pricing") if model.get(key)}
         references = _list(model, "backend_refs", f"{path}.backend_refs")
         added = [_endpoint(f"{path}.backend_refs[{n}]", ref) for n, ref in enumerate(references)]
-        for endpoint in added:  # models may give their servers the same names
+        for position, endpoint in enumerate(added):
+            # models may give their servers the same names
             endpoint["name"] = f"{name}/{endpoint['name']}"
+            place = f"vllm_endpoints[{len(endpoints) + position}]"
+            keys[place] = f"{path}.backend_refs[{position}]"
         if added:
             entry["preferred_endpoints"] = [endpoint["name"] for endpoint in added]
         endpoints += added
@@ -79,10 +124,14 @@ def _providers(providers: _Tree) -> _Tree:
     return {**defaults, "model_config": models, "vllm_endpoints": endpoints}
 
 
-def _add_card(card: _Tree, models: _Tree, notes: list[str]) -> None:
+def _add_card(
+    place: str, card: _Tree, models: _Tree, notes: list[str], keys: dict[str, str]
+) -> None:
     """Add what the card of a model says of its adapters and limits to its settings, and a note on the rest."""
-    name = str(card.get("name"))
+    name = _read_name(place, card)
     path = f"routing.modelCards.{name}"
+    keys[f"model_config.{name}.loras"] = f"{path}.loras"
+    keys[f"model_config.{name}.context_length"] = f"{path}.context_window_size"
     limits = {"loras": card.get("loras"), "context_length": card.get("context_window_size")}
     inputs = _section(card, "modalities", f"{path}.modalities").get("input")
     if inputs and "image" not in inputs:
@@ -107,11 +156,13 @@ def _endpoint(path: str, reference: _Tree) -> _Tree:
         ) from error
     if not address.hostname or reference.get("protocol", "http") not in ("http", "https"):
         raise errors.ConfigError(f"{path}: expected an endpoint HOST:PORT or a base_url over HTTP")
+    if address.path.rstrip("/") not in ("", "/v1"):  # a gateway is told a host and a port
+        raise errors.ConfigError(f"{path}.base_url: expected no path but /v1, got {address.path}")
     is_https = "https" in (address.scheme, reference.get("protocol"))
     return {
         "name": str(reference.get("name") or written),
         "address": address.hostname,
-        "port": port or (443 if is_https else 80),
+        "port": (443 if is_https else 80) if port is None else port,
         "weight": reference.get("weight", 1.0),
     }
 
@@ -152,17 +203,19 @@ def _signal(kind: str, rule: _Tree) -> _Tree:
     return {key: value for key, value in rule.items() if key != "method"}
 
 
-def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) -> list[_Tree]:
+def _decisions(
+    routing: _Tree, signals: _Tree, result: _Tree, notes: list[str], keys: dict[str, str]
+) -> list[_Tree]:
     """Return the decisions; those that only block are turned into guards, for all others."""
     guards = {
-        (kind, str(rule.get("name"))): rule
+        (kind, _read_name(f"routing.signals.{kind}[{number}]", rule)): rule
         for kind in _GUARD_SIGNALS
-        for rule in _list(signals, kind, f"routing.signals.{kind}")
+        for number, rule in enumerate(_list(signals, kind, f"routing.signals.{kind}"))
     }
     kept: list[_Tree] = []
     added: list[_Tree] = []  # plugins for every decision that is kept
     blocked_kinds: set[str] = set()
-    for decision in _list(routing, "decisions", "routing.decisions"):
+    for number, decision in enumerate(_list(routing, "decisions", "routing.decisions")):
         path = f"routing.decisions.{decision.get('name')}"
         rules = _section(decision, "rules", path)
         if "type" in rules:  # one condition alone
@@ -171,9 +224,12 @@ def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) 
         if any("conditions" in condition for condition in conditions):
             raise errors.ConfigError(f"{path}: conditions inside conditions are not supported")
         if not any(condition.get("type") in _GUARD_SIGNALS for condition in conditions):
+            keys[f"decisions[{len(kept)}]"] = f"routing.decisions[{number}]"
             kept.append({**decision, "plugins": list(_plugins(path, decision))})
             continue
         added += _guard_plugins(path, decision, conditions, guards, result)
+        signal = f"routing.signals.{conditions[0]['type']}.{conditions[0]['name']}"
+        keys |= dict.fromkeys(_GUARD_KEYS[conditions[0]["type"]], signal)
         kind = conditions[0]["type"]
         if kind in blocked_kinds:  # the first would be forgotten
             raise errors.ConfigError(
@@ -236,6 +292,13 @@ def _list(tree: Mapping[str, Any], key: str, path: str) -> list[_Tree]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise errors.ConfigError(f"{path}: expected a list of keys and values")
     return value
+
+
+def _read_name(path: str, entry: _Tree) -> str:
+    name = entry.get("name")
+    if not (isinstance(name, str) and name):
+        raise errors.ConfigError(f"{path}.name: expected a name, got {name!r}")
+    return name
 
 
 def _is_on(section: Any) -> bool:

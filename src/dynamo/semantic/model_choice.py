@@ -17,6 +17,7 @@ class ServedModel:
     context_length: int | None = None
     accepts_images: bool = True
     accepts_tools: bool = True
+    chooses_tools: bool = True  # a call is found in an answer that need not have one
     accepts_structured_output: bool = True
 
 
@@ -66,6 +67,8 @@ def refusal_of(
             return "it takes no images"
         if view.has_tools and not limits.accepts_tools:
             return "it calls no tools"
+        if view.may_call and not limits.chooses_tools:
+            return "it is not known how it writes tool calls; see --dyn-tool-call-parser"
         if view.wants_structure and not limits.accepts_structured_output:
             return "it cannot hold an answer to a schema"
         if limits.context_length is not None and view.least_context > limits.context_length:

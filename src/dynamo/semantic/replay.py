@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 
 from dynamo.base import errors
-from dynamo.semantic import guards, router
+from dynamo.semantic import guards, request_view, router
 
 MAX_LINE = 2**26  # bytes of one record
 MOST_EXAMPLES = 20  # of requests that change, by name
 ReadRequest = Callable[[router.SemanticRouter, bytes], guards.RequestClassifiers | None]
+_CHAT_PATH = "/v1/chat/completions"  # of a request that stands alone
 _OF_VECTORS = ("/embed", "/rerank", "/score")  # in paths of requests that are not routed
 _DECISIVE = ("decision", "model", "reasoning", "path", "guards", "system prompt")
 
@@ -28,6 +29,7 @@ class RecordedRequest:
 
     name: str  # its id, or the number of its line
     body: bytes
+    api: request_view.RequestApi = "chat"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,10 +80,13 @@ def _read_request(line: bytes, number: int) -> RecordedRequest | None:
     request = row.get("request", row) if isinstance(row, dict) else None
     if not isinstance(request, dict) or "model" not in request:
         return None
-    if any(word in str(row.get("path")) for word in _OF_VECTORS):
+    path = str(row.get("path") or _CHAT_PATH)
+    if any(word in path for word in _OF_VECTORS):
         return None
+    if path == "/invocations":  # SageMaker's, of several APIs
+        path = _CHAT_PATH if "messages" in request else "/v1/completions"
     name = row.get("request_id") or f"line {number}"
-    return RecordedRequest(str(name), msgspec.json.encode(request))
+    return RecordedRequest(str(name), msgspec.json.encode(request), request_view.api_of(path))
 
 
 def compare(
@@ -100,11 +105,11 @@ def compare(
             report.num_skipped += 1
             continue
         report.num_requests += 1
-        after = _outcome(new, request.body, read)
+        after = _outcome(new, request, read)
         report.models[after["model"] or after["path"]] += 1
         if old is None:
             continue
-        before = _outcome(old, request.body, read)
+        before = _outcome(old, request, read)
         changed = [name for name in _DECISIVE if before[name] != after[name]]
         for name in changed:
             report.changes[f"{name}: {before[name] or 'none'} -> {after[name] or 'none'}"] += 1
@@ -114,10 +119,15 @@ def compare(
     return report
 
 
-def _outcome(made: router.SemanticRouter, body: bytes, read: ReadRequest) -> dict[str, str]:
+def _outcome(
+    made: router.SemanticRouter, request: RecordedRequest, read: ReadRequest
+) -> dict[str, str]:
     """Return what becomes of a request, without a word of it."""
     try:
-        explanation = made.route(body, {}, classifiers=read(made, body)).explanation
+        classifiers = read(made, request.body)
+        explanation = made.route(
+            request.body, {}, classifiers=classifiers, api=request.api
+        ).explanation
     except errors.DynamoError as error:
         return dict.fromkeys(_DECISIVE, "") | {"path": type(error).__name__}
     verdicts = [

@@ -18,6 +18,15 @@ from dynamo.base import errors
 RequestApi = Literal[
     "chat", "responses", "messages", "completions", "ollama", "ollama_generate", "other"
 ]
+_API_BY_PATH: dict[str, RequestApi] = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/api/chat": "ollama",
+    "/api/generate": "ollama_generate",
+    "/v1/completions": "completions",
+}
 # The field of the messages or the prompt; of other APIs it is `messages`, if they have them.
 _FIELD_BY_API = {"responses": "input", "completions": "prompt", "ollama_generate": "prompt"}
 _RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
@@ -31,15 +40,21 @@ _NAME_FIELDS = ("name", "tool_name", "role")
 _ID_FIELDS = ("id", "tool_call_id", "tool_use_id", "call_id")
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
-_OTHER_FIELDS = (
-    "system", "instructions", "suffix", "chat_template", "documents", "chat_template_kwargs", "chat_template_args",
-)  # fmt: skip
+_ANY_VALUES = ("documents", "chat_template_kwargs", "chat_template_args")
+_OTHER_FIELDS = ("system", "instructions", "suffix", *_ANY_VALUES)
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
 _USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call
+# The first line of Claude Code's system prompt, another one in each request.
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _decoder = msgspec.json.Decoder()
+
+
+def api_of(path: str) -> RequestApi:
+    """Return the API that a path of HTTP belongs to."""
+    return _API_BY_PATH.get(path, "other")
 
 
 @contextlib.contextmanager
@@ -68,6 +83,8 @@ class RequestView:
         self.fields: dict[str, Any] = fields
         model = fields.get("model")
         self.model: str = model if isinstance(model, str) else ""
+        if api in ("ollama", "ollama_generate"):
+            self.model = self.model.removesuffix(":latest")  # which its clients may add
         self.has_tools = bool(fields.get("tools"))  # or those that the router adds
         self.is_stream: bool = fields.get("stream") is True
         names = (_FIELD_BY_API.get(api, "messages"), "messages", "prompt", "input")
@@ -100,17 +117,25 @@ class RequestView:
 
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
         """
-        texts = [text for message in self.messages for text in _texts(message)]
-        texts += [_join_short(_parts_of(message)) for message in self.messages]
-        for name in (*_MESSAGE_FIELDS, *_OTHER_FIELDS):
-            value = self.fields.get(name)
-            if name in ("documents", "chat_template_kwargs", "chat_template_args"):
-                texts += _strings(value)
-            elif name != self.messages_field:
-                texts += [*_texts(value), _join_short(_parts(value))]
-        if isinstance(self.fields.get("chat_template"), str):  # it may write what no other does
-            texts += _strings(self.messages)
+        texts = [*self._single_texts, *(_join_short(_parts_of(each)) for each in self.messages)]
+        texts += [_join_short(_parts(value)) for value in self._other_values.values()]
+        if isinstance(template := self.fields.get("chat_template"), str):
+            texts += [template, *_strings(self.messages)]  # it may write what no other does
         return [text for text in texts if text]
+
+    @cached_property
+    def _single_texts(self) -> list[str]:
+        """Return the texts, each as often as the request has it."""
+        texts = [text for message in self.messages for text in _texts(message)]
+        for name, value in self._other_values.items():
+            texts += _strings(value) if name in _ANY_VALUES else _texts(value)
+        return texts
+
+    @cached_property
+    def _other_values(self) -> dict[str, Any]:
+        """Return the values of the fields beside the messages of which a model may see the texts."""
+        names = (*_MESSAGE_FIELDS, *_OTHER_FIELDS)
+        return {name: self.fields.get(name) for name in names if name != self.messages_field}
 
     @property
     def has_token_ids(self) -> bool:
@@ -128,6 +153,13 @@ class RequestView:
         parts = [part for message in self.messages for part in _parts_of(message)]
         parts += [inner for part in parts for inner in _parts_of(part)]
         return any(part.get("type") in _IMAGE_KINDS for part in parts)
+
+    @property
+    def may_call(self) -> bool:
+        """Return whether the model chooses if it calls one of the tools."""
+        choice = self.fields.get("tool_choice")
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        return self.has_tools and kind in (None, "auto")
 
     @property
     def wants_structure(self) -> bool:
@@ -154,7 +186,7 @@ class RequestView:
     @property
     def least_context(self) -> int:
         """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
-        prompt = sum(map(len, self.texts)) // _CHARACTERS_PER_TOKEN
+        prompt = sum(map(len, self._single_texts)) // _CHARACTERS_PER_TOKEN
         limits = (self.fields.get(name) for name in _OUTPUT_LIMITS)
         return prompt + next((limit for limit in limits if isinstance(limit, int)), 0)
 
@@ -168,7 +200,8 @@ class RequestView:
 
     def history_hash(self, num_messages: int) -> str:
         """Return a hash of the first messages, the same in every later turn of a conversation."""
-        history: list[Any] = [self.fields.get("system"), self.messages[:num_messages]]
+        system = _BILLING_LINE.sub("", "\n".join(_texts(self.fields.get("system"))))
+        history: list[Any] = [system, self.messages[:num_messages]]
         if b'"cache_control"' in self.body:
             history = _without_marks(history)
         data = msgspec.json.encode(history, order="deterministic")

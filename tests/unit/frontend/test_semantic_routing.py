@@ -176,6 +176,20 @@ async def test_name_that_asks_for_a_choice_is_among_the_models_of_ollama(routed)
     assert (ready.json()["model"], ready.json()["done_reason"]) == ("MoM", "load")
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/api/generate", {"prompt": "hello"}),
+    ],
+)
+async def test_name_that_asks_for_a_choice_may_have_the_tag_of_ollama(routed, path, prompt):
+    answer = await routed.client.post(path, json={"model": "MoM:latest", "stream": False, **prompt})
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-vsr-selected-model"] == "m"
+
+
 async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
     body = {
         "model": "auto",
@@ -411,6 +425,28 @@ async def test_model_that_takes_no_images_is_known_by_its_card(routed):
 
     assert live.find_served("seeing").accepts_images
     assert not live.find_served("m").accepts_images
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_tools_that_may_be_called_go_to_a_model_whose_calls_are_found(routed):
+    """The template of neither model shows how it writes calls; a call that is forced follows a grammar."""
+    for model in (routed.general, routed.coder):
+        model.script = outputs("print", "eos")
+    forced = await routed.chat("python", model="auto", tools=[TOOL], tool_choice="none")
+    refused = await routed.chat("python", model="auto", tools=[TOOL])
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes")
+    await routed.general.runtime.records.withdraw()
+    await routed.until(lambda: routed.frontend.models.get("m") is None)
+    caller = await routed.worker("m", runtime_config=facts)
+    caller.script = outputs("print", "eos")
+    answer = await routed.chat("python", model="auto", tools=[TOOL])
+
+    assert forced.json()["model"] == "coder"
+    assert refused.status_code == 400
+    assert "m: it is not known how it writes tool calls" in refused.json()["error"]["message"]
+    assert answer.json()["model"] == "m"
 
 
 async def test_image_that_no_model_takes_is_the_fault_of_the_request(routed):

@@ -17,6 +17,15 @@ def test_flags_of_the_original_are_understood():
     ]
 
 
+def test_flags_of_the_original_may_have_one_hyphen():
+    flags = ["-config=a.yaml", "-config", "-b.yaml", "-api-port", "81", "-secure=false", "-h"]
+
+    assert main.translate_flags(flags) == [
+        *("--router-config=a.yaml", "--router-config", "-b.yaml"),
+        *("--api-port", "81", "--no-secure", "-h"),
+    ]
+
+
 async def test_missing_configuration_is_named():
     with pytest.raises(errors.ConfigError, match="--config"):
         await main.serve(main.GatewayConfig())

@@ -195,6 +195,12 @@ def test_a_model_without_a_directory_is_said_to_be_replaced():
         + "".join(f"{chr(i)}: &{chr(i)} [*{chr(i - 1)}, *{chr(i - 1)}]\n" for i in range(99, 123)),
         "[" * 3000,
         "a: " + "x" * 2**20,
+        "a: !!bool x",
+        "a: !!int ''",
+        "a: !!float ''",
+        "a: !!timestamp x",
+        "decisions: !!set {a}",
+        "decisions: !!pairs [a: 1]",
     ],
 )
 def test_file_that_is_no_configuration_is_refused(text):
@@ -290,6 +296,15 @@ def test_decision_that_never_applies_is_noted(rules, reason):
 )
 def test_header_that_no_server_takes_is_refused(text, message):
     assert message in refusal_of(text)
+
+
+def test_decision_without_a_name_does_not_take_the_place_of_the_guards_of_all_others():
+    text = """
+        default_plugins: [{type: pii}]
+        decisions: [{name: a}, {name: ""}]
+    """
+
+    assert refusal_of(text).startswith("decisions[1].name: expected a name")
 
 
 def test_endpoint_that_stands_twice_is_refused():

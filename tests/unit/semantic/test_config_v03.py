@@ -194,6 +194,16 @@ def test_keys_without_effect_are_named():
             [{"name": "a", "backend_refs": [{"base_url": "http://[::1"}]}],
             "HOST:PORT",
         ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"base_url": "https://b.example/openai/v1"}]}],
+            r"models.a.backend_refs\[0\].base_url: expected no path but /v1, got /openai/v1",
+        ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"endpoint": "b:0"}]}],
+            r"models.a.backend_refs\[0\].port: expected a whole number from 1 to 65535, got 0",
+        ),
     ],
 )
 def test_what_v01_cannot_say_is_refused_by_name(path, value, name):
@@ -206,6 +216,101 @@ def test_what_v01_cannot_say_is_refused_by_name(path, value, name):
 
     with pytest.raises(errors.ConfigError, match=name):
         load(yaml.safe_dump(tree))
+
+
+def change(path, value):
+    """Return the configuration with another value at a path of keys and numbers."""
+    tree = section = yaml.safe_load(NEW)
+    *outer, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+    for part in outer:
+        section = section[part]
+    section[last] = value
+    return yaml.safe_dump(tree)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key"),
+    [
+        ("providers/defaults/default_model", [], "providers.defaults.default_model"),
+        ("providers/models/0/reasoning_family", "x", "providers.models.small.reasoning_family"),
+        (
+            "providers/models/1/backend_refs/0/weight",
+            "x",
+            "providers.models.coder.backend_refs[0].weight",
+        ),
+        (
+            "routing/modelCards/0/context_window_size",
+            "x",
+            "routing.modelCards.coder.context_window_size",
+        ),
+        ("routing/strategy", "best", "routing.strategy"),
+        ("routing/signals/keywords/0/operator", "XOR", "routing.signals.keywords[0].operator"),
+        (
+            "routing/signals/domains/0/mmlu_categories",
+            ["x"],
+            "routing.signals.domains.sums.mmlu_categories",
+        ),
+        ("routing/signals/jailbreak/0/threshold", 7, "routing.signals.jailbreak.attack.threshold"),
+        ("routing/signals/pii/0/threshold", "x", "routing.signals.pii.personal.threshold"),
+        (
+            "routing/signals/pii/0/pii_types_allowed",
+            ["x"],
+            "routing.signals.pii.personal: pii_types_allowed",
+        ),
+        # behind two decisions that become guards
+        ("routing/decisions/2/priority", "x", "routing.decisions[2].priority"),
+        (
+            "routing/decisions/2/rules/conditions/0/name",
+            "x",
+            "routing.decisions.code.rules.conditions[0]",
+        ),
+        ("routing/decisions/2/plugins/0/type", "tools", "routing.decisions[2].plugins[0].type"),
+        ("global/router/auto_model_name", 3, "global.router.auto_model_name"),
+        (
+            "global/stores/response_cache/max_entries",
+            "x",
+            "global.stores.response_cache.max_entries",
+        ),
+        (
+            "global/integrations",
+            {"tools": {"enabled": True}},
+            "global.integrations.tools.tools_db_path",
+        ),
+    ],
+)
+def test_wrong_value_is_refused_by_the_key_in_the_file(path, value, key):
+    with pytest.raises(errors.ConfigError) as raised:
+        load(change(path, value))
+
+    assert str(raised.value).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("providers/models/0/pricing", "providers.models.small.pricing.x"),
+        ("routing/decisions/2/plugins/0/configuration", "routing.decisions[2].plugins[0]"),
+        ("global/stores/response_cache", "global.stores.response_cache.x"),
+    ],
+)
+def test_note_names_the_key_in_the_file(path, key):
+    notes = load(change(path, {"x": 1})).notes
+
+    assert [note for note in notes if "unknown key" in note and note.startswith(key)]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("providers/models/1/name", "small", "providers.models.small: expected names that differ"),
+        ("providers/models/1/name", None, r"providers.models\[1\].name: expected a name, got None"),
+        ("routing/modelCards/0/name", 3, r"routing.modelCards\[0\].name: expected a name, got 3"),
+        ("routing/signals/pii/0/name", "", r"routing.signals.pii\[0\].name: expected a name"),
+    ],
+)
+def test_name_that_is_missing_or_stands_twice_is_refused(path, value, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        load(change(path, value))
 
 
 def test_unknown_version_is_refused():

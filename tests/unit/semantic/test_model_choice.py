@@ -43,6 +43,21 @@ def test_limit_of_the_configuration_refuses(fields, reason):
     assert model_choice.refusal_of("plain", view, served, SETTINGS) == reason
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}] * 3}]},
+        {"prompt": "x" * 300, "chat_template": "x" * 300},
+    ],
+)
+def test_text_that_guards_read_twice_or_no_model_sees_needs_no_more_context(fields):
+    view = request_view.RequestView(msgspec.json.encode(fields))
+    served = model_choice.ConfiguredModels(SETTINGS)
+
+    assert view.least_context == 75
+    assert model_choice.refusal_of("plain", view, served, SETTINGS) is None
+
+
 def test_model_that_is_not_configured_has_no_limits():
     view = request_view.RequestView(chat("hi", tools=[{}]))
     served = model_choice.ConfiguredModels(SETTINGS)
@@ -125,6 +140,25 @@ def test_mark_that_moves_along_with_the_turns_does_not_end_a_conversation():
 
     _, noted = model_choice.conversation_keys(first, {}, "")
     assert model_choice.conversation_keys(second, {}, "")[0] == noted
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_line_that_changes_with_each_request_of_claude_code_does_not_end_a_conversation(is_list):
+    def ask(number, prompt, *messages):
+        texts = [f"x-anthropic-billing-header: cc_version=2.1; cch={number};", prompt]
+        blocks = [{"type": "text", "text": text} for text in texts]
+        system = blocks if is_list else "\n".join(texts)
+        return request_view.RequestView(chat([*messages], system=system), "messages")
+
+    question = {"role": "user", "content": "a"}
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "b"}
+    turn = [question, {"role": "assistant", "content": [call]}]
+    turn += [{"role": "user", "content": [result]}]
+
+    _, noted = model_choice.conversation_keys(ask(1, "You code.", question), {}, "")
+    assert model_choice.conversation_keys(ask(2, "You code.", *turn), {}, "")[0] == noted
+    assert model_choice.conversation_keys(ask(2, "You sing.", *turn), {}, "")[0] != noted
 
 
 @pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])

@@ -50,6 +50,26 @@ def test_recorded_request_for_vectors_is_not_replayed(trace, path):
     assert (compare(trace).num_requests, compare(trace).num_skipped) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "expected"),
+    [
+        ("/v1/completions", "prompt", "off"),
+        ("/api/generate", "prompt", "on"),
+        ("/v1/responses", "input", "on"),
+        ("/invocations", "prompt", "off"),
+        ("/v1/rare", "input", "off"),
+        (None, "input", "on"),
+    ],
+)
+def test_reasoning_is_that_of_the_recorded_api(trace, path, field, expected):
+    row = {"path": path, "request": {"model": "auto", field: "Write cobol code"}}
+    trace.write_bytes(msgspec.json.encode(row))
+
+    report = compare(trace, semantic_configs.CONFIG)
+
+    assert report.changes["reasoning: off -> on"] == (expected == "on")
+
+
 def test_changed_requests_are_counted_and_named(trace):
     report = compare(trace)
 

@@ -50,7 +50,7 @@ class CallPreview:
         try:
             while self._text and self._step is not None and self._step(self):
                 pass
-        except ValueError:  # no name or value that JSON can hold
+        except (ValueError, RecursionError):  # no name or value that JSON can hold
             self._step = None
         if len(self._text) + len(self._held) > _MAX_HELD:
             self._step = None

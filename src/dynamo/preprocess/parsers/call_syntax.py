@@ -250,10 +250,13 @@ class TaggedCallReader:
         if split is None:
             return None
         types = self.types_of(name, tools)
-        members = [
-            f"{dump(opening['key'].strip())}: {dump(self._value_of(opening, value, types))}"
-            for opening, value in split
-        ]
+        try:
+            members = [
+                f"{dump(opening['key'].strip())}: {dump(self._value_of(opening, value, types))}"
+                for opening, value in split
+            ]
+        except RecursionError:  # a value could just be read
+            return None
         return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
 
     def _split(self, arguments: str) -> list[tuple[re.Match[str], str]] | None:
@@ -384,31 +387,41 @@ def _nest(root: _Tag, tags: Iterable[tuple[str, str, str]]) -> None:
 
 UNPARSED_TEXT = "<![CDATA["
 NULLS = ("null", "None")
+_MAX_SCHEMAS = 16  # within each other
+_TYPE_NAMES: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
 
 
 def is_text(schema: Any) -> bool:
     """Return whether a value of the schema may be a text, or the schema does not say what it is."""
-    if not isinstance(schema, dict) or "$ref" in schema:
-        return not isinstance(schema, dict)
-    return _has_type(schema, "string")
+    return not isinstance(schema, dict) or _has_type(schema, "string")
 
 
 def may_be_null(schema: Any) -> bool:
     """Return whether the schema says that a value may be null, as that of an optional argument does."""
-    return isinstance(schema, dict) and "$ref" not in schema and _has_type(schema, "null")
+    return isinstance(schema, dict) and _has_type(schema, "null")
 
 
 def _has_type(schema: Mapping[str, Any], name: str) -> bool:
-    options = schema.get("anyOf", schema.get("oneOf"))
-    if "type" in schema or not isinstance(options, list):
-        options = [schema]
-    kinds = [
-        each.get("type", "any" if "$ref" in each else "string")
-        if isinstance(each, dict)
-        else "string"
-        for each in options
-    ]
-    return any(kind == name or (isinstance(kind, list) and name in kind) for kind in kinds)
+    return name in (_types_of(schema) or ("string",))
+
+
+def _types_of(schema: Any, most_schemas: int = _MAX_SCHEMAS) -> set[str]:
+    """Return the types that a value of the schema may have; `any`: a reference says which; none: it says nothing."""
+    if not isinstance(schema, dict) or not most_schemas:
+        return set()
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return {each for each in types if isinstance(each, str)}
+    if "$ref" in schema:
+        return {"any"}
+    for key, default in (("anyOf", {"string"}), ("oneOf", {"string"}), ("allOf", set())):
+        if isinstance(schema.get(key), list):
+            parts = (_types_of(each, most_schemas - 1) or default for each in schema[key])
+            return set().union(*parts)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    return {_TYPE_NAMES[type(each)] for each in values} if isinstance(values, list) else set()
 
 
 def convert_text(text: str, schema: Any) -> Any:

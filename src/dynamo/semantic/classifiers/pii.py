@@ -134,6 +134,11 @@ _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
 _CARD_BEFORE_DIGITS = re.compile(  # its date or code may stand behind it, which the pattern above takes for its digits
     r"(?<![\w.-])(?:[2-6]\d{3}(?:([ .-])\d{4}(?:\1\d{4}){2}|[ .-]\d{6}[ .-]\d{4,5})|[2-6]\d{12,18})(?![\w-]|\.\d)"
 )
+# First digits with the lengths that their issuers give out.
+_CARD_NUMBER = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{17,18})|3[47]\d{13}|(?:2131|1800)\d{11}|3(?:0[0-59]|[689]\d)(?:\d{11}|\d{13,16})|"
+    r"35\d{14,17}|(?:5[1-5]|2[2-7])\d{14,17}|(?:50|5[6-9]|6\d)\d{10,17}"
+)
 _SSN = re.compile(
     r"(?<![\w-])(?<!Suite )(?<!Apt )(?<!Apt\. )(?<!Unit )(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])"
 )
@@ -188,11 +193,11 @@ _NOT_NAMES = frozenset(
     ("Sir Madam All Team Customer Friend Hiring Editor Santa Diary God Lord President").split()  # noqa: SIM905
 )
 _IBAN_LENGTH_TABLE = """
-AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20
-EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30
-KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30 NL18 NO15 PK24
-PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23 TN24 TR26 UA29 VA22
-VG24 XK20
+AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18
+DO28 EE20 EG29 ES24 FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23
+IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MN20 MR27
+MT31 MU30 NI28 NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24 RS22 RU33 SA24 SC31 SD18 SE24 SI19
+SK24 SM27 SO23 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30
 """
 _IBAN_LENGTHS = {code[:2]: int(code[2:]) for code in _IBAN_LENGTH_TABLE.split()}
 
@@ -215,10 +220,11 @@ def _search_ibans(text: str) -> Iterator[PiiSpan]:
 
 
 def _check_card(match: re.Match[str]) -> float:
-    """Return 1 if the sum of digits by Luhn's rule ends in 0."""
-    digits = [int(sign) for sign in match[0] if sign.isdigit()]
-    if not 12 <= len(digits) <= 19 or len(set(digits)) == 1:
+    """Return 1 for digits that a card may have if their sum by Luhn's rule ends in 0, as that of an IMEI does, too."""
+    number = re.sub(r"\D", "", match[0])
+    if not _CARD_NUMBER.fullmatch(number) or len(set(number)) == 1:
         return 0.0
+    digits = [*map(int, number)]
     doubled = sum(sum(divmod(2 * digit, 10)) for digit in digits[-2::-2])
     return 1.0 if (doubled + sum(digits[-1::-2])) % 10 == 0 else 0.0
 
@@ -232,12 +238,17 @@ def _check_ssn(match: re.Match[str]) -> float:
 
 
 def _check_ip(match: re.Match[str]) -> float:
-    """Return the confidence of an address that parses; unspecified and loopback ones tell nothing of a person."""
+    """Return the confidence of an address that parses; unspecified and loopback ones tell nothing of a person.
+
+    One without a digit is a name of a program's: `A::B`, `::add`.
+    """
     try:
         address = ipaddress.ip_address(match[0])
     except ValueError:
         return 0.0
-    return 0.0 if address.is_unspecified or address.is_loopback else 0.95
+    if address.is_unspecified or address.is_loopback or not re.search(r"\d", match[0]):
+        return 0.0
+    return 0.95
 
 
 def _check_phone(match: re.Match[str]) -> float:

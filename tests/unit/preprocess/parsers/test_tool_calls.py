@@ -215,6 +215,16 @@ NULL = {"type": "null"}
         ({"type": ["integer", "null"]}, "3"),
         ({"anyOf": [{"type": "string"}, NULL]}, '"3"'),
         ({"type": ["string", "null"]}, '"3"'),
+        ({"allOf": [{"$ref": "#/$defs/Age"}]}, "3"),
+        ({"allOf": [{"$ref": "#/$defs/Age"}, {"description": "in years"}]}, "3"),
+        ({"anyOf": [{"allOf": [{"$ref": "#/$defs/Age"}]}, NULL]}, "3"),
+        ({"anyOf": [{"oneOf": [{"type": "integer"}]}, NULL]}, "3"),
+        ({"enum": [3, 4, None]}, "3"),
+        ({"const": 3}, "3"),
+        ({"allOf": [{"description": "a text"}]}, '"3"'),
+        ({"anyOf": [{"description": "a text"}, NULL]}, '"3"'),
+        ({"type": {"of": "no kind"}}, '"3"'),
+        ({"enum": "none"}, '"3"'),
         ({"enum": ["3"]}, '"3"'),
         ({}, '"3"'),
     ],
@@ -227,6 +237,18 @@ def test_optional_value_has_the_type_of_its_schema(schema, expected):
 
     assert whole == [parser.ToolCall("f", f'{{"age": {expected}}}')]
     assert with_whole_calls(streamed) == whole
+
+
+def test_schemas_within_each_other_may_be_many():
+    schema = {"type": "integer"}
+    for _ in range(400):
+        schema = {"anyOf": [schema]}
+    known = {"f": {"properties": {"age": schema}}}
+    text = "<function=f><parameter=age>3</parameter></function>"
+
+    assert read(make_parser("qwen3_coder", known=known), text) == [
+        parser.ToolCall("f", '{"age": "3"}')
+    ]
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "minicpm5"])
@@ -462,6 +484,17 @@ def test_argument_that_begins_again_and_again_takes_no_time(name, begin, argumen
 
     assert events == [content(text)]
     assert time.process_time() - began_s < 1.0
+
+
+@pytest.mark.parametrize("whole_tools", [None, ()])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m3"])
+def test_value_that_could_just_be_read_ends_no_answer(name, whole_tools):
+    """Python reads lists of a depth that it cannot write from there."""
+    known = {"get_weather": {"properties": {"city": {"type": "array"}}}}
+
+    for depth in range(900, 1000):
+        text = ONE_CALL[name].replace("Paris", "[" * depth + "]" * depth)
+        assert read(make_parser(name, known=known, whole_tools=whole_tools), text)
 
 
 def test_too_deeply_nested_brackets_are_content():
