@@ -358,10 +358,10 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def session_id(self) -> str | None:
         """The session that the request belongs to, if it names one."""
-        control, context = self.extensions.session_control, self.extensions.agent_context
-        if control is not None:
-            return control.session_id
-        return context.session_id if context is not None else None
+        extensions = self.extensions
+        if extensions.session_control is not None:
+            return extensions.session_control.session_id
+        return extensions.agent_context.session_id if extensions.agent_context else None
 
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
