@@ -1,8 +1,10 @@
 """Completions that begin with their prompt, as evaluators ask for them."""
 
+import msgspec
 import pytest
 from frontend_rig import events, outputs
 
+from dynamo.frontend.apis import completions
 from dynamo.protocols import generate, model_card
 
 
@@ -56,6 +58,7 @@ async def test_echoed_prompt_has_logprobs(rig):
         "text_offset": [0, 1, 2, 3],
     }
     assert body["usage"]["completion_tokens"] == 2
+    assert msgspec.convert(body, completions.Completion)  # it is as described
 
 
 async def test_text_is_scored_without_generating_tokens(rig):

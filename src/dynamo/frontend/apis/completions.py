@@ -135,8 +135,8 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Log probabilities of a choice; the lists have one length."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
