@@ -206,15 +206,6 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
     )
 
 
-def describe_server() -> dict[str, Any]:
-    """Return the metadata of the server."""
-    return {
-        "name": kserve.PLATFORM,
-        "version": distribution.version(),
-        "extensions": EXTENSIONS,
-    }
-
-
 def describe_model(model: RegisteredModel) -> dict[str, Any]:
     """Return the metadata of a model: its tensors."""
     return {
@@ -319,7 +310,8 @@ def operations(
 
     @api.get(PREFIX, "Name and version of this server", errors=ACCESS_ERRORS)
     def show_server(client: exchange.Exchange) -> None:
-        _respond(client, describe_server())
+        version = distribution.version()
+        _respond(client, {"name": kserve.PLATFORM, "version": version, "extensions": EXTENSIONS})
 
     @api.get("/v2/health/live", "200 as long as the process runs")
     def show_live(client: exchange.Exchange) -> None:
