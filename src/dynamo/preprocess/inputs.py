@@ -123,7 +123,7 @@ class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The tools that may be called, or one of which must be."""
 
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ChosenTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -442,7 +442,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if choice == "none":
             return []
         if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]  # any type
+            names = {str(conversation.name_of(tool)) for tool in choice.allowed_tools.tools}
             tools = [tool for tool in tools if conversation.name_of(tool) in names]
         return [conversation.to_function(tool) for tool in tools]
 
