@@ -87,7 +87,6 @@ def _text_tensor(name: str, elements: list[str]) -> dict[str, Any]:
     return {"name": name, "datatype": "BYTES", "shape": [len(elements)], "data": elements}
 
 
-PREFIX = "/v2"
 EXTENSIONS = ["generate", "model_configuration", "binary_tensor_data"]
 _MODELS = "/v2/models/"
 _MODEL = _MODELS + ANY_NAME
@@ -308,7 +307,7 @@ def operations(
         other_answers={503: dict[str, Any]},
     )(handlers.show_readiness)
 
-    @api.get(PREFIX, "Name and version of this server", errors=ACCESS_ERRORS)
+    @api.get("/v2", "Name and version of this server", errors=ACCESS_ERRORS)
     def show_server(client: exchange.Exchange) -> None:
         version = distribution.version()
         _respond(client, {"name": kserve.PLATFORM, "version": version, "extensions": EXTENSIONS})
