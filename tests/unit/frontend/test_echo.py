@@ -74,6 +74,21 @@ async def test_text_is_scored_without_generating_tokens(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scored_text_has_no_token_that_was_not_generated(rig, stream):
+    rig.one.script = one_token
+    answer = await rig.complete(
+        "abc", echo=True, max_tokens=0, return_token_ids=True, stream=stream
+    )
+    bodies = events(answer.text)[:-1] if stream else [answer.json()]
+
+    assert [choice["token_ids"] for body in bodies for choice in body["choices"]] in (
+        [[]],
+        [[], []],
+    )
+    assert bodies[0]["choices"][0]["prompt_token_ids"] == [97, 98, 99]
+
+
 async def test_prompt_is_echoed_unchanged_without_logprobs(rig):
     rig.one.script = one_token
     body = (await rig.complete("abc", echo=True, max_tokens=0)).json()
