@@ -22,8 +22,8 @@ from dynamo.router import route
 
 INSTANCE = ("x-worker-instance-id", "x-dynamo-worker-instance-id")
 RANK = ("x-dp-rank", "x-dynamo-dp-rank")
-SESSION = ("x-dynamo-session-id",)
-_ALL = frozenset((*INSTANCE, *RANK, *SESSION))
+SESSION = "x-dynamo-session-id"
+_ALL = frozenset((*INSTANCE, *RANK, SESSION))
 MAX_SESSION_ID = 200
 EXPLANATION = "explanation"  # of the router's decisions
 EXPLAIN_HEADER = "x-dynamo-explain"  # any value asks for the explanation
@@ -194,13 +194,10 @@ def _parse_number(headers: Mapping[str, str], names: tuple[str, ...], highest: i
 
 
 def _parse_session(headers: Mapping[str, str]) -> str | None:
-    for name in SESSION:
-        value = headers.get(name)
-        if value is not None and not 0 < len(value) <= MAX_SESSION_ID:
-            raise _make_error(name, f"1 to {MAX_SESSION_ID} characters", value)
-        if value is not None:
-            return value
-    return None
+    value = headers.get(SESSION)
+    if value is not None and not 0 < len(value) <= MAX_SESSION_ID:
+        raise _make_error(SESSION, f"1 to {MAX_SESSION_ID} characters", value)
+    return value
 
 
 def _make_error(name: str, expected: str, value: str) -> errors.InvalidRequest:

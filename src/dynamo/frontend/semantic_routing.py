@@ -211,6 +211,10 @@ class SemanticRouting:
         outcome = await self._route_or_wait(client, original, route, barred)
         if outcome.answer is None:
             first = outcome  # of a large body no copy is kept for a second model
+            name = first.explanation.requested_model
+            if read_texts is not None and name in self._service.router.settings.auto_names:
+                expected = "which is not made for such requests; name a model"
+                raise errors.InvalidRequest.of_param("model", f"{name!r} is a choice, {expected}")
 
             def ask_next(status: int) -> bool:
                 reason = f"failed before its first token, with status {status}"
@@ -277,12 +281,8 @@ class SemanticRouting:
         """Return the models that the client's key may not ask."""
         if not self._rights.uses_keys:
             return {}
-        names = self._service.router.model_names
-        return {
-            name: "not allowed to this key"
-            for name in names
-            if not self._rights.may_see(client, name)
-        }
+        may_see, names = self._rights.may_see, self._service.router.model_names
+        return {name: "not allowed to this key" for name in names if not may_see(client, name)}
 
 
 def _explain(outcome: routing_outcome.RoutedRequest) -> explanation.RoutingExplanation:

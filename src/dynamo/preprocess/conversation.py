@@ -158,17 +158,22 @@ def lead_with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
-    """Return whether a prompt has the texts of all instructions; gpt-oss's template leaves later ones out."""
-    return all(
-        text_of(message.get("content")).strip() in prompt
-        for message in messages
-        if message.get("role") in _LEADING_ROLES
-    )
+    """Return whether a prompt has all instructions in their order; gpt-oss's template leaves later ones out."""
+    start = 0  # the rest alone is searched: there may be as many instructions as tokens
+    for message in messages:
+        if start >= 0 and message.get("role") in _LEADING_ROLES:
+            start = prompt.find(text_of(message.get("content")).strip(), start)
+    return start >= 0
 
 
 def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a list of parts in the place of each text, as some templates for images want them."""
-    return list(map(_with_parts, messages))
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def name_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,15 +190,12 @@ def name_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(call_id, str):
             message = {**message, "tool_call_id": names.get(call_id, call_id)}
         if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [_named(call, next(numbers)) for call in calls]}
-            pairs = zip(calls, message["tool_calls"], strict=True)
-            names |= {old["id"]: new["id"] for old, new in pairs if isinstance(old.get("id"), str)}
+            ids = [f"functions.{call['function']['name']}:{next(numbers)}" for call in calls]
+            pairs = list(zip(calls, ids, strict=True))
+            message = {**message, "tool_calls": [{**call, "id": name} for call, name in pairs]}
+            names |= {call["id"]: name for call, name in pairs if isinstance(call.get("id"), str)}
         named.append(message)
     return named
-
-
-def _named(call: dict[str, Any], number: int) -> dict[str, Any]:
-    return {**call, "id": f"functions.{call['function']['name']}:{number}"}
 
 
 def shorten_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -379,13 +381,6 @@ def _adapt_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     ]
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
-
-
 def _adapt_call(call: dict[str, Any], wants_text_arguments: bool) -> dict[str, Any]:
     if custom := call.get("custom"):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
@@ -396,12 +391,8 @@ def _adapt_call(call: dict[str, Any], wants_text_arguments: bool) -> dict[str, A
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments)
     if wants_text_arguments:
-        arguments = _write_arguments(arguments)
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            arguments = "{}"
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _write_arguments(arguments: dict[str, Any]) -> str:
-    try:
-        return json.dumps(arguments, ensure_ascii=False)
-    except RecursionError:
-        return "{}"

@@ -120,15 +120,12 @@ def _find(messages: Sequence[Mapping[str, Any]]) -> list[FoundImage]:
             if part["type"] == PART:
                 described = part[PART]
                 url = described["url"] if isinstance(described, dict) else described
-                images.append(_located(part, f"messages[{number}].content[{index}]", url))
+                given, place = part.get(_PLACE), f"messages[{number}].content[{index}]"
+                if isinstance(given, str):
+                    images.append(FoundImage(given, given, url))
+                else:
+                    images.append(FoundImage(place, f"{place}.image_url.url", url))
     return images
-
-
-def _located(part: Mapping[str, Any], place: str, url: str) -> FoundImage:
-    given = part.get(_PLACE)
-    if isinstance(given, str):
-        return FoundImage(given, given, url)
-    return FoundImage(place, f"{place}.image_url.url", url)
 
 
 def _decode(url: str, param: str) -> bytes:

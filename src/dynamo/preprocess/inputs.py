@@ -123,7 +123,7 @@ class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The tools that may be called, or one of which must be."""
 
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ChosenTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -358,10 +358,10 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def session_id(self) -> str | None:
         """The session that the request belongs to, if it names one."""
-        control, context = self.extensions.session_control, self.extensions.agent_context
-        if control is not None:
-            return control.session_id
-        return context.session_id if context is not None else None
+        extensions = self.extensions
+        if extensions.session_control is not None:
+            return extensions.session_control.session_id
+        return extensions.agent_context.session_id if extensions.agent_context else None
 
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
@@ -442,7 +442,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if choice == "none":
             return []
         if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]  # any type
+            names = {str(conversation.name_of(tool)) for tool in choice.allowed_tools.tools}
             tools = [tool for tool in tools if conversation.name_of(tool) in names]
         return [conversation.to_function(tool) for tool in tools]
 

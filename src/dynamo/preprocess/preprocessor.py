@@ -98,8 +98,7 @@ class Preprocessor:
     def capabilities(self) -> Sequence[str]:
         """Return `tools` and `reasoning`, as far as it is known how the model writes them."""
         form = self._answer_format
-        parts = {"tools": form.tools, "reasoning": form.reasoning}
-        return [name for name, part in parts.items() if part is not None]
+        return [name for name in ("tools", "reasoning") if getattr(form, name) is not None]
 
     async def prepare_conversation(
         self, request: inputs.Conversation, request_id: str, *, param: str = "messages"
@@ -122,7 +121,7 @@ class Preprocessor:
             param=param,
         )
         ending = self._find_ending(request, prompt) if request.continue_final_message else prompt
-        guided = self._guide(request, ending)
+        sampling = await self._make_sampling(request, self._guide(request, ending))
         limit = options.make_thinking_limit(
             request,
             ending,
@@ -130,7 +129,7 @@ class Preprocessor:
             self._tokenizer.id_of,
             can_limit=self._can_limit_thinking,
         )
-        engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
+        engine_request = self._assemble(request, request_id, token_ids, max_tokens, sampling, limit)
         if files:
             text_len = self._images.count_text(token_ids)
             engine_request = msgspec.structs.replace(
@@ -216,14 +215,14 @@ class Preprocessor:
             packed = [
                 self._truncate(token_ids, request, request.max_tokens) for token_ids in packed
             ]
-        guided = guiding.from_fields(request)
+        sampling = await self._make_sampling(request, guiding.from_fields(request))
         return [
             self._prepare_prompt(
                 request,
                 request_id if len(packed) == 1 else f"{request_id}-{number}",
                 token_ids,
                 prompt,
-                guided,
+                sampling,
             )
             for number, (token_ids, prompt) in enumerate(zip(packed, joined, strict=True))
         ]
@@ -388,16 +387,25 @@ class Preprocessor:
         id_lists = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return [self._check_and_pack(token_ids, param) for token_ids in id_lists]
 
-    def _ban_words(self, words: Sequence[str]) -> Sequence[int]:
+    async def _make_sampling(
+        self, request: inputs.GenerationInput, guided: generate.GuidedDecoding | None
+    ) -> generate.SamplingOptions:
+        """Return how the answers to all prompts of a request are sampled. Raises InvalidRequest."""
+        if guided is not None:  # the types have checked the rest
+            limits.check_guided(guided)
+        banned_ids = await self._ban_words(request.bad_words) if request.bad_words else ()
+        return options.make_sampling(request, self._defaults, self._vocab_size, guided, banned_ids)
+
+    async def _ban_words(self, words: Sequence[str]) -> Sequence[int]:
         """Return the tokens of words that must not come. Raises InvalidRequest for a word of several tokens.
 
         A word has a token at the beginning of a line, and another after a space.
         """
         banned: list[int] = []
-        for number, word in enumerate(words):
-            forms = dict.fromkeys((word, " " + word.lstrip()))
-            packed = self._tokenizer.encode_now([*forms], add_special_tokens=False)
-            single = [blocks.unpack(ids)[0] for ids in packed if blocks.count(ids) == 1]
+        forms = [form for word in words for form in (word, " " + word.lstrip())]
+        packed = iter(await self._tokenizer.encode(forms, add_special_tokens=False))
+        for number, (word, *pair) in enumerate(zip(words, packed, packed, strict=True)):
+            single = [blocks.unpack(ids)[0] for ids in pair if blocks.count(ids) == 1]
             if not single:
                 param = f"bad_words[{number}]"
                 raise errors.InvalidRequest.of_param(
@@ -417,7 +425,7 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         prompt: inputs.Prompt,
-        guided: generate.GuidedDecoding | None,
+        sampling: generate.SamplingOptions,
     ) -> Prepared:
         max_tokens = options.limit_answer_len(
             requested=1 if request.is_scored else request.max_tokens,  # no engine can draw none
@@ -426,7 +434,7 @@ class Preprocessor:
             context_length=self.context_length,
             param="prompt",
         )
-        engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided)
+        engine_request = self._assemble(request, request_id, token_ids, max_tokens, sampling)
         return Prepared(engine_request, prompt if isinstance(prompt, str) else None)
 
     def _assemble(
@@ -435,25 +443,17 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         max_tokens: int,
-        guided: generate.GuidedDecoding | None,
+        sampling: generate.SamplingOptions,
         limit: generate.ThinkingLimit | None = None,
     ) -> generate.Request:
         extensions = request.extensions
         hints = extensions.agent_hints
-        if guided is not None:  # the types have checked the rest
-            limits.check_guided(guided)
         return generate.Request(
             id=request_id,
             model=request.model,
             token_ids=token_ids,
             stop_conditions=options.make_stop_conditions(request, max_tokens, self._vocab_size),
-            sampling_options=options.make_sampling(
-                request,
-                self._defaults,
-                self._vocab_size,
-                guided,
-                self._ban_words(request.bad_words) if request.bad_words else (),
-            ),
+            sampling_options=sampling,
             output_options=options.make_output(request),
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(extensions.annotations or ()),

@@ -68,8 +68,7 @@ class PromptCutter:
     def __init__(self, tokens: Sequence[str], *, at_lines: bool = False) -> None:
         self.tokens = tokens
         self.at_lines = at_lines
-        longest_first = sorted(tokens, key=len, reverse=True)
-        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._cut = re.compile(f"({_match_any(tokens)})").split
 
     def cut(self, text: str) -> list[str]:
         """Return the segments: tokens, and the texts between them. Joined they are the text; none is empty."""
@@ -77,6 +76,19 @@ class PromptCutter:
         if not self.at_lines or len(text) < 2 * PART_CHARS:
             return cut
         return [part for segment in cut for part in split_segment(segment)]
+
+
+def _match_any(texts: Sequence[str]) -> str:
+    """Return a pattern of any of these texts, the longest first, that reads what several begin with only once."""
+    branches: list[str] = []
+    for first, same in itertools.groupby(sorted(texts), lambda text: text[:1]):
+        group = list(same)
+        pairs = zip(group[0], group[-1], strict=False)
+        size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rests = [text[size:] for text in group]
+        branches += [re.escape(group[0][:size]) + _match_any(rests)] if first else []
+    pattern = f"(?:{'|'.join(branches)})" if branches else ""
+    return f"{pattern}?" if branches and "" in texts else pattern
 
 
 def split_segment(segment: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 
 import anthropic
 import msgspec
@@ -263,9 +264,11 @@ async def test_changed_key_file_is_read_on_reload_and_a_broken_one_is_ignored(ke
     assert "sk-" not in caplog.text
 
 
-async def test_changed_key_file_is_read_without_a_signal(keyed, caplog):
+async def test_changed_key_file_is_read_without_a_signal_also_with_an_earlier_time(keyed, caplog):
     caplog.set_level(logging.INFO, "dynamo")
+    former = keyed.keys.stat()
     keyed.keys.write_text(KEYS.replace("sk-alice-1", "sk-alice-2"))
+    os.utime(keyed.keys, ns=(former.st_atime_ns, former.st_mtime_ns))  # as `rsync -t` sets it
     await until(lambda: "read 4 API keys" in caplog.text)
 
     assert (await keyed.ask(ALICE)).status_code == 401

@@ -1,8 +1,10 @@
 """Completions that begin with their prompt, as evaluators ask for them."""
 
+import msgspec
 import pytest
 from frontend_rig import events, outputs
 
+from dynamo.frontend.apis import completions
 from dynamo.protocols import generate, model_card
 
 
@@ -56,6 +58,7 @@ async def test_echoed_prompt_has_logprobs(rig):
         "text_offset": [0, 1, 2, 3],
     }
     assert body["usage"]["completion_tokens"] == 2
+    assert msgspec.convert(body, completions.Completion)  # it is as described
 
 
 async def test_text_is_scored_without_generating_tokens(rig):
@@ -69,6 +72,21 @@ async def test_text_is_scored_without_generating_tokens(rig):
     assert choice["logprobs"]["top_logprobs"] == [None, {"b": -2.0}, {"c": -2.0}]
     assert body["usage"]["completion_tokens"] == 0
     assert rig.one.requests[0].stop_conditions.max_tokens == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scored_text_has_no_token_that_was_not_generated(rig, stream):
+    rig.one.script = one_token
+    answer = await rig.complete(
+        "abc", echo=True, max_tokens=0, return_token_ids=True, stream=stream
+    )
+    bodies = events(answer.text)[:-1] if stream else [answer.json()]
+
+    assert [choice["token_ids"] for body in bodies for choice in body["choices"]] in (
+        [[]],
+        [[], []],
+    )
+    assert bodies[0]["choices"][0]["prompt_token_ids"] == [97, 98, 99]
 
 
 async def test_prompt_is_echoed_unchanged_without_logprobs(rig):

@@ -127,6 +127,16 @@ async def test_non_streaming_request_in_a_stream_gets_one_message(client):
     assert said(result) == ["hello"]
 
 
+async def test_answer_names_parameters_without_effect(client):
+    whole = await client.infer("m", [text_input()], parameters={"colour": "red"})
+    asked = ([text_input(), streaming()], {"parameters": {"colour": "red"}})
+    ((first, _), *_) = await stream(client, asked)
+
+    for result in (whole, first):
+        names = result.get_response().parameters["x-dynamo-ignored-parameters"].string_param
+        assert names == "parameters.colour"
+
+
 async def test_requests_of_one_stream_do_not_wait_for_each_other(rig, client):
     calls = []
 

@@ -95,6 +95,18 @@ async def test_response_truncated_in_reasoning_has_one_incomplete_item(rig, clie
     assert response.output[0].status == response.status == "incomplete"
 
 
+@pytest.mark.parametrize("after", ["", "</tool_call>", "</tool_call> so"])
+async def test_streamed_call_that_breaks_off_is_an_incomplete_item(rig, client, after):
+    rig.two.script = outputs(f'<tool_call>{{"name": "look", "arguments": {{"at": {after}', "eos")
+    async with client.responses.stream(model="p", input="hi", tools=TOOLS) as stream:
+        done = [event.item async for event in stream if event.type == "response.output_item.done"]
+        response = await stream.get_final_response()
+
+    assert (done[0].type, done[0].status) == ("function_call", "incomplete")
+    assert response.output[0].status == "incomplete"
+    assert response.status == "completed"
+
+
 async def test_responses_continue_with_tool_results(rig, client):
     first = await client.responses.create(model="p", input="hi", tools=TOOLS)
     results = [

@@ -45,6 +45,10 @@ def test_harmless_response_fields_are_accepted(harmless):
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"stop": ["x", ""]}, "stop", "at least one character"),
         ({"tools": [{}] * 1025}, "tools", "at most 1024"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}] * 1025}},
+            "tool_choice.tools", "a list of at most 1024",
+        ),
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
@@ -216,6 +220,13 @@ def test_error_for_an_invalid_item_names_its_path(item, param, words):
 
     assert caught.value.param == param
     assert words in str(caught.value)
+
+
+def test_tools_in_namespaces_count_among_all():
+    tools = [{"type": "function", "name": f"f{number}"} for number in range(1025)]
+
+    with pytest.raises(errors.InvalidRequest, match="at most 1024"):
+        response_tools.convert_tools([{"type": "namespace", "name": "n", "tools": tools}])
 
 
 def test_response_tools_are_converted_to_chat_tools():

@@ -286,6 +286,13 @@ async def test_kserve_is_guarded_and_keeps_its_model(routed, text, status):
     assert len(routed.general.requests) == (3 if status == 200 else 0)
 
 
+async def test_kserve_refuses_a_name_that_asks_for_a_choice(routed):
+    answer = await routed.client.post("/v2/models/auto/generate", json={"text_input": "python"})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("model: 'auto' is a choice")
+
+
 async def test_unknown_parameter_of_kserve_is_ignored_behind_the_router_too(routed):
     body = {"text_input": "hello", "parameters": {"no_such": 1}}
 

@@ -26,6 +26,15 @@ def test_plain_message_is_unchanged():
     assert adapt(USER) is USER
 
 
+def test_prompt_is_searched_for_an_instruction_behind_those_before_it():
+    rules = [{"role": "system", "content": text} for text in ("Be kind.", "Be brief.")]
+
+    assert conversation.has_instructions("Be kind. Hi. Be brief.", rules)
+    assert conversation.has_instructions("Be kind. Hi.", [rules[0], USER, rules[0]])
+    assert not conversation.has_instructions("Be brief. Be kind.", rules)
+    assert not conversation.has_instructions("Be kind.", rules)
+
+
 def test_text_parts_are_joined_by_lines():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 

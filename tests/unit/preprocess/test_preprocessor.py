@@ -285,6 +285,22 @@ async def test_several_prompts_are_several_requests(byte_level_model, prompts):
     assert [one.request.id for one in prepared] == ["r-0", "r-1", "r-2"]
 
 
+async def test_options_of_several_prompts_are_checked_and_made_once(byte_level_model):
+    asked = completion(["a", "b"], bad_words=["x", "y"], guided_choice=["yes"])
+    first, second = await completions.prepare(byte_level_model, asked, "r")
+
+    assert first.request.sampling_options is second.request.sampling_options
+    assert len(first.request.sampling_options.logit_bias) >= 2
+
+
+async def test_prompts_have_a_limit_together_with_the_options_of_each(byte_level_model):
+    asked = completion(["a"] * 1000, stop=["x" * 1024] * 64)
+
+    with pytest.raises(errors.InvalidRequest, match="bytes together") as caught:
+        await completions.prepare(byte_level_model, asked, "r")
+    assert caught.value.param == "prompt"
+
+
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [("", "at least one token"), ([[]], "at least one token"), ([10**6], "token ids from 0 to")],

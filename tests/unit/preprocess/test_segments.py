@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -55,6 +56,23 @@ def test_segments_joined_are_the_text(tokens, text):
 
     assert "".join(cut) == text
     assert "" not in cut
+
+
+@given(
+    tokens=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1),
+    text=st.text("ab<"),
+)
+def test_text_is_cut_at_the_longest_token_of_each_place(tokens, text):
+    longest_first = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+
+    expected = [part for part in re.split(f"({longest_first})", text) if part]
+    assert tokenize.PromptCutter(tokens).cut(text) == expected
+
+
+def test_beginning_that_many_tokens_have_is_looked_for_once():
+    cutter = tokenize.PromptCutter([f"<reserved_{number}>" for number in range(1000)])
+
+    assert cutter._cut.__self__.pattern.count("reserved") == 1
 
 
 def test_longest_of_tokens_with_equal_beginnings_is_cut_out():

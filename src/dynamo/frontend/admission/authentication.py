@@ -89,7 +89,7 @@ class KeyFileWatcher:
 
     def _read_stamp(self) -> _FileStamp:
         status = self._path.stat()
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_ctime_ns
 
 
 class LocalAdministration:

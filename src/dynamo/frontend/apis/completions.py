@@ -18,6 +18,7 @@ from dynamo.runtime.http import json_body
 
 MAX_ANSWERS = 2048  # to all prompts of a request together
 MAX_BEST_OF = 20
+MAX_SENT_BYTES = 32 * 2**20  # of all prompts: a worker's connection breaks when 64 MiB wait for it
 
 
 class CompletionRequest(
@@ -135,8 +136,8 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Log probabilities of a choice; the lists have one length."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -250,13 +251,24 @@ async def prepare(
     preparer: preprocessor.Preprocessor, completion: CompletionRequest, request_id: str
 ) -> Sequence[preprocessor.Prepared]:
     """Prepare each prompt of the request. Raises RequestError."""
-    return await preparer.prepare_prompts(
+    prepared = await preparer.prepare_prompts(
         completion,
         request_id,
         prompts=completion.prompts,
         suffix=completion.suffix,
         param=completion.prompt_param,
     )
+    if len(prepared) > 1:
+        options = msgspec.structs.replace(prepared[0].request, token_ids=b"")
+        num_bytes = len(prepared) * len(msgspec.msgpack.encode(options))  # each is sent with them
+        num_bytes += sum(len(prompt.request.token_ids) for prompt in prepared)
+        if num_bytes > MAX_SENT_BYTES:
+            raise errors.InvalidRequest.of_param(
+                completion.prompt_param,
+                f"expected prompts of at most {MAX_SENT_BYTES} bytes together, each with the options of the request, "
+                f"got {num_bytes}",
+            )
+    return prepared
 
 
 API = pipeline.GenerationApi(

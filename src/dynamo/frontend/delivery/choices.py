@@ -377,6 +377,7 @@ class EchoedChoice(Choice):
         reports: list[TokenReport] | None = None
         if self._is_scored:
             text, reports = "", None if self.reporter is None else []
+            self.token_ids = None if self.token_ids is None else []
             if output.finish_reason is not None:
                 self.finish_reason = generate.FinishReason.LENGTH
         else:

@@ -87,7 +87,6 @@ def _text_tensor(name: str, elements: list[str]) -> dict[str, Any]:
     return {"name": name, "datatype": "BYTES", "shape": [len(elements)], "data": elements}
 
 
-PREFIX = "/v2"
 EXTENSIONS = ["generate", "model_configuration", "binary_tensor_data"]
 _MODELS = "/v2/models/"
 _MODEL = _MODELS + ANY_NAME
@@ -206,15 +205,6 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
     )
 
 
-def describe_server() -> dict[str, Any]:
-    """Return the metadata of the server."""
-    return {
-        "name": kserve.PLATFORM,
-        "version": distribution.version(),
-        "extensions": EXTENSIONS,
-    }
-
-
 def describe_model(model: RegisteredModel) -> dict[str, Any]:
     """Return the metadata of a model: its tensors."""
     return {
@@ -317,9 +307,10 @@ def operations(
         other_answers={503: dict[str, Any]},
     )(handlers.show_readiness)
 
-    @api.get(PREFIX, "Name and version of this server", errors=ACCESS_ERRORS)
+    @api.get("/v2", "Name and version of this server", errors=ACCESS_ERRORS)
     def show_server(client: exchange.Exchange) -> None:
-        _respond(client, describe_server())
+        version = distribution.version()
+        _respond(client, {"name": kserve.PLATFORM, "version": version, "extensions": EXTENSIONS})
 
     @api.get("/v2/health/live", "200 as long as the process runs")
     def show_live(client: exchange.Exchange) -> None:

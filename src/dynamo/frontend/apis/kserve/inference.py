@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.base import errors
+from dynamo.frontend import pipeline
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.kserve import transcode
 from dynamo.protocols import model_errors
@@ -43,7 +44,7 @@ class QueuedExchange(exchange.Exchange):
     __slots__ = ("_pieces",)
 
     def __init__(self, request: exchange.Request) -> None:
-        super().__init__(request, exchange.NoConnection(), _ignore_end)
+        super().__init__(request, exchange.NoConnection(), lambda: None)
         self._pieces: asyncio.Queue[WholeAnswer | bytes | None] = asyncio.Queue()
 
     def respond(
@@ -97,10 +98,6 @@ class QueuedExchange(exchange.Exchange):
                     yield msgspec.json.decode(event.removeprefix(_DATA))
 
 
-def _ignore_end() -> None:
-    """Do nothing: no further request of the same connection waits."""
-
-
 class Inference:
     """Sends requests to the frontend's HTTP handler."""
 
@@ -148,13 +145,12 @@ class Inference:
             handling = self._handler(client)
             if handling is not None:
                 await handling
+            ignored = {key: text for key, text in client.headers if key == pipeline.IGNORED_HEADER}
             async for piece in client.iterate_answer():
-                if not isinstance(piece, WholeAnswer):
-                    yield piece
-                elif "error" in piece.body:
+                if isinstance(piece, WholeAnswer) and "error" in piece.body:
                     raise HttpRefusal(piece.status, piece.body["error"])
-                else:
-                    yield piece.body
+                answer = piece.body if isinstance(piece, WholeAnswer) else piece
+                yield {**answer, "parameters": ignored} if ignored else answer
         finally:
             client.disconnected()  # without effect on a complete answer
 

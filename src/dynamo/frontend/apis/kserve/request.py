@@ -32,7 +32,8 @@ _OUTPUTS = (TEXT_OUTPUT, FINISH_REASON)
 # fields of a completion request that are set in another way, or not supported
 _FORBIDDEN_PARAMETERS = (
     *("model", "prompt", "stream", "stream_options", "infer_id", "nvext"),
-    *("logprobs", "return_tokens_as_token_ids"),
+    *("logprobs", "prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"),
+    *("tools", "tool_choice"),  # of chats, which the protocol has not
 )
 # of TensorRT-LLM's model
 _ALIASES = {"stop_words": "stop", "random_seed": "seed", "min_length": "min_tokens"}
@@ -155,11 +156,8 @@ def read_raw(name: str, datatype: str, raw: bytes) -> list[Any]:
     """Return the elements of a tensor of BOOL or BYTES; other types have none here. Raises InvalidRequest."""
     if datatype == "BOOL":
         return [byte != 0 for byte in raw]
-    return (
-        [decode_text(name, element) for element in _split_raw(name, raw)]
-        if datatype == "BYTES"
-        else []
-    )
+    elements = _split_raw(name, raw) if datatype == "BYTES" else ()
+    return [decode_text(name, element) for element in elements]
 
 
 def _split_raw(name: str, raw: bytes) -> Iterator[bytes]:

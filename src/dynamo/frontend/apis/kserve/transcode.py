@@ -50,6 +50,8 @@ def make_response(answer: Mapping[str, Any], *, is_raw: bool) -> Any:
         model_version=answer["model_version"],
         id=answer.get("id", ""),
     )
+    for name, text in answer.get("parameters", {}).items():
+        response.parameters[name].string_param = text
     for tensor in answer["outputs"]:
         elements = [element.encode() for element in tensor["data"]]
         output = response.outputs.add(name=tensor["name"], datatype="BYTES", shape=[len(elements)])

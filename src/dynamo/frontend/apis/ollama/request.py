@@ -123,7 +123,7 @@ class OllamaChatRequest(OllamaInput, frozen=True, kw_only=True, forbid_unknown_f
     """A conversation; without messages it only asks for the model to be loaded."""
 
     messages: _Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=inputs.MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaInput, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -293,7 +293,7 @@ def _number_calls(messages: list[dict[str, Any]]) -> None:
         if message.get("role") == "tool":
             name, call_id = message.get("name"), message.get("tool_call_id")
             if not call_id:
-                names = open_calls.items()
+                names = itertools.islice(open_calls.items(), inputs.MAX_TOOLS)
                 call_id = next((key for key, called in names if name in (None, called)), None)
                 message |= {} if call_id is None else {"tool_call_id": call_id}
             open_calls.pop(str(call_id), None)

@@ -15,6 +15,7 @@ from dynamo.frontend.apis.responses import request as responses_request
 from dynamo.frontend.apis.responses import tools as response_tools
 from dynamo.frontend.delivery import choices, sse
 from dynamo.preprocess import conversation
+from dynamo.preprocess.parsers import call_syntax
 from dynamo.protocols import model_errors
 
 _MARKS = ("\u0000", "\u0001")  # in the place of a text and of a number
@@ -273,7 +274,9 @@ class ResponseFormatter:
 
 
 def _complete_item(item: dict[str, Any], text: str, status: str) -> dict[str, Any]:
-    """Return the item with its text."""
+    """Return the item with its text; the arguments of a call that broke off in a stream are no JSON."""
+    if item["type"] == "function_call" and not (text and call_syntax.parse_call("_", text)):
+        status = "incomplete"
     if item["type"] in ("function_call", "custom_tool_call"):
         return {**item, _TEXT_EVENTS[item["type"]][1]: text, "status": status}
     return {**item, "status": status, "content": [_part(item, text)]}

@@ -79,11 +79,14 @@ class Responses:
 
     def generate(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer a request, and store the answer (`POST /v1/responses`)."""
+        api: pipeline.GenerationApi[ResponseConversation, answer.ResponseFormatter]
         api = pipeline.GenerationApi(
             endpoint="responses",
             decode=lambda body: self.decode(self._tenant_of(client), body),
             prepare=functools.partial(chat.prepare, param="input"),
-            make_formatter=self._make_formatter,
+            make_formatter=lambda turn, answer_identity: answer.ResponseFormatter(
+                turn.request, answer_identity, functools.partial(self._store_turn, turn)
+            ),
             stream=streaming.EventDelivery,
             dialect=error_dialects.OPENAI,
         )
@@ -188,13 +191,6 @@ class Responses:
             return
         message = "Cannot cancel a synchronous response: only those with background true can be"
         client.respond(400, error_dialects.OPENAI.refusal(400, message))
-
-    def _make_formatter(
-        self, turn: ResponseConversation, answer_identity: sse.Identity
-    ) -> answer.ResponseFormatter:
-        return answer.ResponseFormatter(
-            turn.request, answer_identity, lambda response: self._store_turn(turn, response)
-        )
 
     def _resolve_references(self, decoded: R, tenant: str) -> R:
         """Return the request with items of stored responses in the place of references. Raises RequestError."""

@@ -50,7 +50,7 @@ class ResponseToolChoice(
     type: Literal["function", "custom", "allowed_tools"]
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=inputs.MAX_TOOLS)] | None = None
 
     def convert(self) -> inputs.ChosenTools:
         """Return it in the form of chat completions. Raises InvalidRequest."""

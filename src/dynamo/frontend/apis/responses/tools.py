@@ -71,6 +71,10 @@ def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ignored.append(f"{place}.{kind}")
         else:
             converted.append((None, _convert_tool(tool, place)))
+    if len(converted) > inputs.MAX_TOOLS:
+        raise errors.InvalidRequest.of_param(
+            "tools", f"expected at most {inputs.MAX_TOOLS} with those in namespaces, got more"
+        )
     described = [(namespace, tool[tool["type"]]) for namespace, tool in converted]
     known_names = _name_tools([(namespace, tool["name"]) for namespace, tool in described])
     for (_, tool), name in zip(described, known_names, strict=True):
