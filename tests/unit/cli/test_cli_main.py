@@ -126,7 +126,7 @@ def test_page_fits_a_terminal_of_forty_columns(monkeypatch, capsys):
     assert max(map(len, page.splitlines()[2:])) == 40  # behind the line of the usage
 
 
-@pytest.mark.parametrize("content", [b"a: b: c", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"a: b: c", b"a: \xff", b"[" * 100_000])
 def test_manifests_that_cannot_be_read_are_one_sentence(monkeypatch, capsys, tmp_path, content):
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
