@@ -161,7 +161,7 @@ def stamp_files(paths: Iterable[str | None]) -> list[tuple[str, int, int, int]]:
     for path in paths:
         with contextlib.suppress(OSError):
             status = Path(path or "").stat()
-            stamp.append((path or "", status.st_ino, status.st_mtime_ns, status.st_size))
+            stamp.append((path or "", status.st_ino, status.st_ctime_ns, status.st_size))
     return stamp
 
 

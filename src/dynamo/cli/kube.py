@@ -79,7 +79,7 @@ def run(options: KubeCommandConfig) -> int:
         has_node=options.node,
         backoff_s=options.backoff_s,
         pod_path=options.pod_path,
-        custom_resources=json.loads(definitions.read_text()) if options.operator else (),
+        custom_resources=json.loads(definitions.read_bytes()) if options.operator else (),
     )
     return asyncio.run(_serve(path, opened, has_operator=options.operator, has_node=options.node))
 

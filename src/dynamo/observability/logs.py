@@ -136,7 +136,7 @@ def _levels(environ: Mapping[str, str]) -> tuple[int, dict[str, int]]:
 def _read_file(path: Path) -> tuple[int, dict[str, int]]:
     place = f"DYN_LOGGING_CONFIG_PATH ({path})"
     try:
-        settings = tomllib.loads(path.read_text())
+        settings = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise errors.ConfigError(f"{place}: expected a TOML file: {error}") from error
     if unknown := sorted(settings.keys() - {"log_level", "log_filters"}):

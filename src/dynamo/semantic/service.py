@@ -148,7 +148,7 @@ def _read_stamp(path: Path) -> tuple[int, int, int]:
         status = path.stat()
     except OSError:
         return 0, 0, 0
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def load_config(

@@ -94,7 +94,7 @@ def load_exact(
         settings = dataclasses.replace(settings, dtype="bfloat16")
     beside = config_directory / base_model
     base = beside if beside.is_dir() else model_source.resolve(base_model)
-    labels = json.loads((EXACT_WEIGHTS / "heads.json").read_text())
+    labels = json.loads((EXACT_WEIGHTS / "heads.json").read_bytes())
     network = text_classifier.MultiHeadClassifier(base, EXACT_WEIGHTS, labels, settings)
     return LoadedClassifier(
         network=network.classify,
@@ -112,7 +112,7 @@ def read_tokenizer(*directories: Path) -> tokenizer_library.OffsetTokenizer:
     """Return the tokenizer in the first of the directories that has one. Raises ConfigError."""
     for directory in directories:
         if (directory / _TOKENIZER).is_file():
-            return tokenizer_library.OffsetTokenizer((directory / _TOKENIZER).read_text())
+            return tokenizer_library.OffsetTokenizer((directory / _TOKENIZER).read_text("utf-8"))
     raise errors.ConfigError(f"{directories[-1] / _TOKENIZER} does not exist")
 
 

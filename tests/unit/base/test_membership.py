@@ -236,3 +236,15 @@ def test_problem_of_credential_files_ends_when_the_former_files_are_back(tmp_pat
 
     assert "expected a file" in problem
     assert read_.files.problem is None
+
+
+def test_token_file_is_read_again_that_has_the_time_and_length_of_the_former(tmp_path, monkeypatch):
+    monkeypatch.setattr(membership, "CHECK_S", 0.0)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    former, status = read(cluster_token_file=str(path)), path.stat()
+    path.write_text(TOKEN[::-1])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as `rsync -t` sets it
+
+    assert former.token == TOKEN.encode()
+    assert former.files.current().token == TOKEN[::-1].encode()

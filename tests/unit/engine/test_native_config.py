@@ -1,11 +1,15 @@
 """Decoder configurations: both spellings are read, and unsupported settings are refused by name."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.engine.native import config, rope
+from waiting import PATIENT_S
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -172,3 +176,20 @@ def test_a_bad_file_is_named(tmp_path, text):
 
     with pytest.raises(errors.ConfigError, match=r"config\.json"):
         config.read(tmp_path)
+
+
+def test_configuration_is_utf_8_whatever_the_locale(tmp_path):
+    fields = LLAMA | {"_name_or_path": "modèle"}
+    (tmp_path / "config.json").write_text(json.dumps(fields, ensure_ascii=False), "utf-8")
+    program = "import pathlib, sys; from dynamo.engine.native import config; config.read(pathlib.Path(sys.argv[1]))"
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """Reloading the configuration of the semantic router."""
 
 import json
+import os
 import sys
 import threading
 
@@ -27,6 +28,17 @@ def test_changed_file_takes_effect(path):
 
     assert loader.reload_if_changed()
     assert loader.router.settings.default_model == "other-model"
+
+
+def test_changed_file_takes_effect_that_has_the_time_and_length_of_the_former(path):
+    path.write_text("default_model: some-model\n")
+    status = path.stat()
+    loader = service.RouterLoader(path, clock.VirtualClock())
+    path.write_text("default_model: next-model\n")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as `rsync -t` sets it
+
+    assert loader.reload_if_changed()
+    assert loader.router.settings.default_model == "next-model"
 
 
 def test_wrong_file_keeps_the_old_one_and_says_why(path):

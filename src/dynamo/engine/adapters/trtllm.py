@@ -321,7 +321,7 @@ def read_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        fields = yaml.safe_load(Path(path).read_text()) or {}
+        fields = yaml.safe_load(Path(path).read_bytes()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"--extra-engine-args: cannot read {path!r}: {error}") from error
     if not isinstance(fields, dict):

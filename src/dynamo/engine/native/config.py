@@ -73,7 +73,7 @@ def read(model_path: Path) -> ModelConfig:
     """Read the configuration of a checkpoint in a Hugging Face directory. Raises ConfigError."""
     path = model_path / "config.json"
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise errors.ConfigError(
             f"{path} does not exist; expected a Hugging Face model directory"

@@ -143,7 +143,7 @@ def _file_names(path: Path) -> list[str]:
     if not (path / _INDEX).exists():
         raise errors.ConfigError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
     try:
-        names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.ConfigError(
             f"{path / _INDEX} is not an index of safetensors: {error!r}"

@@ -34,7 +34,7 @@ class WrongType(Exception):
 
 @cache
 def _read(name: str) -> dict[str, dict[str, Any]]:
-    loaded: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name(name).read_text())
+    loaded: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name(name).read_bytes())
     return loaded
 
 

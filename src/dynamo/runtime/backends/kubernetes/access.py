@@ -126,7 +126,7 @@ def _read(files: list[str]) -> kubeconfig.KubeConfig:
     merged: dict[str, Any] = {}
     for path in paths:
         try:
-            content = yaml.safe_load(path.read_text())
+            content = yaml.safe_load(path.read_bytes())
         except yaml.YAMLError as error:
             raise exceptions.ConfigError(f"{path}: {error}") from error
         if not isinstance(content, dict):
