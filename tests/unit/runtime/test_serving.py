@@ -96,25 +96,30 @@ async def test_endpoint_that_has_ended_is_served_again(service):
     assert await values(await client.generate("hi")) == ["second"]
 
 
-async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_served_again(
-    service, monkeypatch
-):
+async def cancel_while_it_leaves(serving_task, service, monkeypatch):
+    """End a served endpoint, and cancel that once more while discovery does not answer."""
     is_leaving = asyncio.Event()
-
-    async def handler(request):
-        yield request
 
     async def hang(*keys):
         is_leaving.set()
         await asyncio.Event().wait()
 
-    serving_task, _ = await service.serve(handler)
     with monkeypatch.context() as away:
         away.setattr(service.runtime.discovery, "delete", hang)
         serving_task.cancel()
         await is_leaving.wait()
         serving_task.cancel()
         await asyncio.wait([serving_task])
+
+
+async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_served_again(
+    service, monkeypatch
+):
+    async def handler(request):
+        yield request
+
+    serving_task, _ = await service.serve(handler)
+    await cancel_while_it_leaves(serving_task, service, monkeypatch)
     before = await service.runtime.discovery.get_prefix("v1/")
     await service.runtime.discovery.delete(*before)
     _, client = await service.serve(handler)
@@ -123,7 +128,7 @@ async def test_endpoint_that_could_not_leave_discovery_is_listed_when_it_is_serv
 
 
 async def test_endpoint_that_could_not_leave_discovery_ends_its_requests(service, monkeypatch):
-    is_leaving, has_ended = asyncio.Event(), asyncio.Event()
+    has_ended = asyncio.Event()
 
     async def handler(request):
         try:
@@ -132,19 +137,10 @@ async def test_endpoint_that_could_not_leave_discovery_ends_its_requests(service
         finally:
             has_ended.set()
 
-    async def hang(*keys):
-        is_leaving.set()
-        await asyncio.Event().wait()
-
     serving_task, client = await service.serve(handler)
     stream = await client.generate("hi")
     assert (await anext(stream)).data() == "begun"
-    with monkeypatch.context() as away:
-        away.setattr(service.runtime.discovery, "delete", hang)
-        serving_task.cancel()
-        await is_leaving.wait()
-        serving_task.cancel()
-        await asyncio.wait([serving_task])
+    await cancel_while_it_leaves(serving_task, service, monkeypatch)
 
     assert has_ended.is_set()
     with pytest.raises(errors.WorkerLost, match="is not served here any more"):
