@@ -38,6 +38,12 @@ COMMANDS = """\
 Lines between two lines of \"\"\" are one question, never a command; lines that end with a backslash are one, too."""
 MAX_HISTORY = 1000  # lines
 _QUOTES = '"""'
+_FIXED_FIELDS = {  # of a request, and what a person does instead
+    "model": "use /model",
+    "messages": "type them, or use /load",
+    "n": "one answer is shown",
+    "stream": "answers are shown as they come",
+}
 OpenModel = Callable[[str], session.Session]
 
 
@@ -200,6 +206,8 @@ class TerminalConversation:
 
     def _set_option(self, assignment: str) -> None:
         name, _, text = assignment.partition(" ")
+        if name in _FIXED_FIELDS:
+            raise errors.InvalidRequest(f"/set {name}: {_FIXED_FIELDS[name]}")
         if not name:
             lines = [f"{key} {json.dumps(value)}" for key, value in self._options.items()]
             print("\n".join(lines) or "(no option is set: the model's own hold)")

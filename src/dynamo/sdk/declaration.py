@@ -203,7 +203,7 @@ def _mark(role: str, name: str | None) -> Callable[[F], F]:
     return decorate
 
 
-def endpoint(name: str | None = None, **_: Any) -> Callable[[F], F]:
+def endpoint(name: str | None = None) -> Callable[[F], F]:
     """Declare an async generator `(self, request)` as an endpoint; `request` gets the type of its annotation."""
     return _mark("endpoint", name)
 

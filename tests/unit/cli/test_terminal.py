@@ -162,6 +162,15 @@ def test_invalid_option_is_refused_and_the_old_one_stays(say, scripted_talk, cap
     assert scripted_talk.options == {"temperature": 1}
 
 
+def test_field_that_no_option_may_change_is_refused_and_says_what_to_do(say, scripted_talk, capsys):
+    say("/set model other", "/set n 2", "one")
+
+    shown = capsys.readouterr().out
+    assert "(/set model: use /model)" in shown
+    assert "(/set n: one answer is shown)" in shown
+    assert scripted_talk.options == {}
+
+
 def test_conversation_is_saved_and_loaded(say, scripted_talk, tmp_path, capsys):
     path = tmp_path / "talk.json"
     say("/set seed 3", "one", f"/save {path}", "/clear", "/set seed", f"/load {path}", "two")

@@ -249,6 +249,10 @@ def test_file_in_a_directory_with_blanks_names_a_graph(tmp_path, monkeypatch):
     [
         ("X = 1 + None\n", r"TypeError: unsupported .*mistake\.py, line 1\)"),
         ("\nX = {}['a']\n", r"KeyError: 'a' .*mistake\.py, line 2\)"),
+        (
+            "from dynamo.sdk import endpoint\nendpoint(transports=['http'])\n",
+            r"TypeError: endpoint\(\) got an unexpected keyword argument 'transports' .*line 2\)",
+        ),
     ],
 )
 def test_mistake_of_a_graphs_module_is_named_with_its_line(tmp_path, monkeypatch, text, says):
