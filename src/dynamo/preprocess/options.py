@@ -21,6 +21,7 @@ from dynamo.protocols import generate, model_errors
 BAN_BIAS = -100.0  # of a token that does not come
 MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
 CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
+MAX_LOGPROBS = 2**20  # of an answer, or of the prompts that it repeats: some 80 MB of JSON
 MAX_EMBEDDING_TOKENS = 300_000  # of all inputs of a request together, OpenAI's limit
 
 
@@ -120,6 +121,26 @@ def make_output(request: inputs.GenerationInput) -> generate.OutputOptions:
         logprobs=0 if num_logprobs is None and request.is_best_of else num_logprobs,
         prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
     )
+
+
+def check_repeated(request: inputs.GenerationInput, num_tokens: int) -> None:
+    """Raise InvalidRequest if the answers would repeat too much of the prompts, in all `num_tokens`, counted each time.
+
+    A token counts once for its text or id, and once for each of its log probabilities.
+    """
+    num_logprobs = 1 if request.num_logprobs is None else 2 + request.num_logprobs
+    num_by_param = {
+        "echo": num_logprobs if request.is_echoed else 0,
+        "prompt_logprobs": 0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs,
+        "return_token_ids": int(bool(request.return_token_ids)),
+    }
+    num = num_tokens * sum(num_by_param.values())
+    if num > MAX_LOGPROBS:
+        raise errors.InvalidRequest.of_param(
+            max(num_by_param, key=num_by_param.__getitem__),
+            f"expected at most {MAX_LOGPROBS} tokens and log probabilities of prompts in all answers together, "
+            f"got {num}: ask for fewer of them, or split the request",
+        )
 
 
 def make_stop_conditions(

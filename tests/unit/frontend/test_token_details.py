@@ -1,11 +1,19 @@
 """What vLLM's clients ask for of tokens: their ids, the log probabilities of the prompt, and the echo of a chat."""
 
+import asyncio
+import threading
+
 import pytest
 from frontend_rig import EOS, events, outputs
 
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.preprocess import options
 from dynamo.protocols import generate, model_card
+from waiting import PATIENT_S
 
 PROMPT = b"user: hi\n"
+GONE = "dynamo_frontend_disconnected_clients"
+LABELS = 'endpoint="completions",error_type="",model="m",request_type="unary"'
 
 
 def scored(call, request):
@@ -109,6 +117,99 @@ async def test_log_probabilities_of_the_prompt_are_refused_by_name(rig):
 
     assert [answer.status_code for answer in refusals] == [400, 400]
     assert {answer.json()["error"]["param"] for answer in refusals} == {"prompt_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("complete", {"n": 4, "prompt_logprobs": 1}, "prompt_logprobs"),  # 4 x 3 tokens x 2
+        ("complete", {"n": 3, "echo": True, "logprobs": 1}, "echo"),
+        ("complete", {"n": 2, "best_of": 7, "echo": True}, "echo"),
+        ("complete", {"prompt": ["abc"] * 7, "return_token_ids": True}, "return_token_ids"),
+        ("chat", {"n": 9, "prompt_logprobs": 2}, "prompt_logprobs"),  # once for all choices: 9 x 3
+        ("chat", {"n": 3, "stream": True, "return_token_ids": True}, "return_token_ids"),
+    ],
+)
+async def test_answers_that_repeat_too_much_of_their_prompts_are_refused(
+    rig, monkeypatch, path, fields, param
+):
+    monkeypatch.setattr(options, "MAX_LOGPROBS", 20)
+    ask = rig.chat if path == "chat" else rig.complete
+    answer = await ask(**{"prompt": "abc"} | fields if path == "complete" else fields)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "expected at most 20 tokens and log probabilities" in answer.json()["error"]["message"]
+    assert not rig.one.requests
+
+
+async def test_many_log_probabilities_are_encoded_off_the_event_loop(rig, monkeypatch):
+    rig.one.script = scored
+    small = (await rig.complete("ab", prompt_logprobs=1)).json()
+    threads = []
+    encode = sse.encode
+    monkeypatch.setattr(
+        sse, "encode", lambda data: threads.append(threading.current_thread()) or encode(data)
+    )
+    monkeypatch.setattr(delivery, "_FEW_LOGPROBS", 1)
+    large = (await rig.complete("ab", prompt_logprobs=1)).json()
+
+    assert large["choices"] == small["choices"]
+    assert threads
+    assert threading.main_thread() not in threads
+    assert (await rig.metrics())[
+        f'dynamo_frontend_requests_total{{{LABELS},status="success"}}'
+    ] == 2
+
+
+async def test_client_that_leaves_while_its_answer_is_encoded_counts_as_gone(rig, monkeypatch):
+    rig.one.script = scored
+    may_go_on, has_begun = threading.Event(), threading.Event()
+    encode = sse.encode
+
+    def encode_slowly(data):
+        has_begun.set()
+        may_go_on.wait()
+        return encode(data)
+
+    monkeypatch.setattr(delivery, "_FEW_LOGPROBS", 1)
+    monkeypatch.setattr(sse, "encode", encode_slowly)
+    asking = rig.start_task(rig.complete("ab", prompt_logprobs=1))
+    await asyncio.to_thread(has_begun.wait)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert not (await rig.metrics())[GONE]  # the event loop has seen by now that it left
+    may_go_on.set()
+    async with asyncio.timeout(PATIENT_S):
+        while not (counts := await rig.metrics())[GONE]:
+            pass
+
+    assert counts['dynamo_frontend_inflight_requests{model="m"}'] == 0
+
+
+async def test_fault_while_many_log_probabilities_are_encoded_is_an_error(rig, monkeypatch):
+    rig.one.script = scored
+    monkeypatch.setattr(delivery, "_FEW_LOGPROBS", 1)
+    faults = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    with monkeypatch.context() as patched:
+        patched.setattr(sse, "prompt_fields", lambda part, text: 1 / 0)
+        answer = await rig.complete("ab", prompt_logprobs=1)
+
+    assert answer.status_code == 500
+    assert "see the log" in answer.json()["error"]["message"]
+    assert isinstance(faults[0]["exception"], ZeroDivisionError)
+
+
+async def test_answer_with_too_many_log_probabilities_is_ended(rig, monkeypatch):
+    row = generate.TokenLogprobs(-1.0, (generate.TopLogprob(120, -1.0),))
+    rig.one.script = [generate.Output((120,), logprobs=(row,)) for _ in range(6)]
+    monkeypatch.setattr(options, "MAX_LOGPROBS", 5)
+    answer = await rig.chat(logprobs=True, top_logprobs=1)
+
+    assert answer.status_code == 400
+    assert "more than 10 log probabilities" in answer.json()["error"]["message"]
+    await rig.until(lambda: rig.one.num_cancelled)
 
 
 SAY = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]

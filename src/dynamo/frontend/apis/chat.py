@@ -16,7 +16,7 @@ from dynamo.frontend import pipeline
 from dynamo.frontend.apis import error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, Operation, RequestHandlers
 from dynamo.frontend.delivery import choices, sse, streaming
-from dynamo.preprocess import conversation, inputs, preprocessor
+from dynamo.preprocess import conversation, inputs, options, preprocessor
 from dynamo.preprocess.parsers import parser
 from dynamo.runtime.http import json_body
 
@@ -343,7 +343,10 @@ async def prepare(
     param: str = "messages",
 ) -> Sequence[preprocessor.Prepared]:
     """Prepare the one prompt of a conversation, which the field `param` holds. Raises RequestError."""
-    return (await preparer.prepare_conversation(chat, request_id, param=param),)
+    prepared = await preparer.prepare_conversation(chat, request_id, param=param)
+    num_copies = chat.num_drawn if chat.stream else 1  # each choice of a stream begins with it
+    options.check_repeated(chat, num_copies * prepared.request.prompt_len)
+    return (prepared,)
 
 
 def operations(handlers: RequestHandlers, reasoning_field: str) -> Sequence[Operation]:

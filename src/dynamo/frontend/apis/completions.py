@@ -13,7 +13,7 @@ from dynamo.frontend import pipeline
 from dynamo.frontend.apis import error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.frontend.delivery import choices, sse, streaming
-from dynamo.preprocess import inputs, preprocessor
+from dynamo.preprocess import inputs, options, preprocessor
 from dynamo.runtime.http import json_body
 
 MAX_ANSWERS = 2048  # to all prompts of a request together
@@ -258,9 +258,11 @@ async def prepare(
         suffix=completion.suffix,
         param=completion.prompt_param,
     )
+    num_tokens = sum(prompt.request.prompt_len for prompt in prepared)
+    options.check_repeated(completion, completion.num_drawn * num_tokens)
     if len(prepared) > 1:
-        options = msgspec.structs.replace(prepared[0].request, token_ids=b"")
-        num_bytes = len(prepared) * len(msgspec.msgpack.encode(options))  # each is sent with them
+        empty = msgspec.structs.replace(prepared[0].request, token_ids=b"")
+        num_bytes = len(prepared) * len(msgspec.msgpack.encode(empty))  # each is sent with them
         num_bytes += sum(len(prompt.request.token_ids) for prompt in prepared)
         if num_bytes > MAX_SENT_BYTES:
             raise errors.InvalidRequest.of_param(

@@ -7,6 +7,7 @@ followed by others (`Retry`), of which the client sees nothing.
 """
 
 import abc
+import asyncio
 import collections
 import logging
 import math
@@ -21,10 +22,11 @@ from dynamo.frontend import metrics, nvext
 from dynamo.frontend.delivery import choices, sse
 from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.observability import logs
-from dynamo.preprocess import inputs, preprocessor
+from dynamo.preprocess import inputs, options, preprocessor
 from dynamo.protocols import blocks, generate, model_errors
 from dynamo.runtime.http import exchange
 
+_FEW_LOGPROBS = 2**14  # are encoded at once, in some 25 ms at most
 _failures = logs.PeerLog(logging.getLogger(__name__), time.monotonic)
 # Replaces an attempt that ended early by others; returns False if the request fails instead.
 Retry = Callable[[Attempt, errors.DynamoError], bool]
@@ -376,7 +378,7 @@ def retry_headers(error: errors.DynamoError) -> exchange.Headers:
 class WholeDelivery(Delivery):
     """Keeps the text of each choice until the last one ends."""
 
-    __slots__ = ("_prompt_logprobs", "_reports", "_texts")
+    __slots__ = ("_num_logprobs", "_prompt_logprobs", "_reports", "_texts")
 
     def __init__(
         self,
@@ -388,22 +390,35 @@ class WholeDelivery(Delivery):
         self._texts: dict[int, list[str]] = collections.defaultdict(list)  # by choice
         self._reports: dict[int, list[choices.TokenReport]] = collections.defaultdict(list)
         self._prompt_logprobs: dict[int, Sequence[generate.TokenLogprobs]] = {}  # by prompt
+        self._num_logprobs = 0  # of prompts and of answers, as often as the body has them
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         number = first + output.index
         choice = self.choices[number]
-        if choice.finish_reason is not None:
+        if choice.finish_reason is not None or self.is_over:
             return
         self.count_tokens(choice, len(output.token_ids))
         self.record_cached(choice, output)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[number // self.num_choices] = output.prompt_logprobs
+            num_each = (self.prepared.request.prompt_logprobs or 0) + 1
+            self._num_logprobs += self.num_choices * num_each * len(output.prompt_logprobs)
         if choice.token_ids is not None:
             choice.token_ids += output.token_ids
         text, reports = choice.read(output)
         self._texts[number].append(text)
         if reports:
             self._reports[number] += reports
+            self._num_logprobs += len(reports) * ((self.prepared.request.num_logprobs or 0) + 1)
+            if self._num_logprobs > (most := 2 * options.MAX_LOGPROBS):
+                self.fail(
+                    errors.InvalidRequest.of_param(
+                        "logprobs",
+                        f"the answer has more than {most} log probabilities: "
+                        "ask for fewer, or set stream to true",
+                    )
+                )
+                return
         if choice.is_over and self.settle(choice):
             self._respond()
 
@@ -430,9 +445,35 @@ class WholeDelivery(Delivery):
             )
             for index, choice in enumerate(selected)
         ]
-        whole = self.prepared.formatter.whole(answers, self.usage())
-        body = {**whole, **self.extra_fields(is_last=True)}
-        self.client.respond(200, sse.encode(body), headers=self.prepared.headers)
+        usage, extra, formatter = (
+            self.usage(),
+            self.extra_fields(is_last=True),
+            self.prepared.formatter,
+        )
+
+        def encode() -> bytes:
+            return sse.encode({**formatter.whole(answers, usage), **extra})
+
+        if self._num_logprobs <= _FEW_LOGPROBS:
+            self.client.respond(200, encode(), headers=self.prepared.headers)
+            self.complete()
+            return
+        self._release()  # the answer is complete, whatever happens to the worker
+        exchange.encode_apart(encode).add_done_callback(self._send)
+
+    def _send(self, encoded: asyncio.Future[bytes]) -> None:
+        """Send the body that was encoded in a thread. A fault of ours is raised once the client has its error."""
+        if self.client.is_closed:
+            self._meter.record_disconnect()
+            return
+        try:
+            body = encoded.result()
+        except Exception:
+            error = errors.DynamoError("an internal error lost the answer; see the log")
+            self._meter.record_failure(error)
+            respond_error(self.client, error, self.prepared.dialect, self.prepared.headers)
+            raise
+        self.client.respond(200, body, headers=self.prepared.headers)
         self.complete()
 
     def _logprobs_of_prompt(

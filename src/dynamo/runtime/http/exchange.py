@@ -39,6 +39,11 @@ async def decode_apart(body: bytes, decode: Callable[[bytes], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_large_bodies, decode, body)
 
 
+def encode_apart(encode: Callable[[], bytes]) -> asyncio.Future[bytes]:
+    """Encode a large body in the thread that decodes large ones, one at a time."""
+    return asyncio.get_running_loop().run_in_executor(_large_bodies, encode)
+
+
 class BodySink(Protocol):
     """Takes the body of a request while it arrives."""
 
