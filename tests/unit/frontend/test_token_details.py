@@ -230,3 +230,12 @@ async def test_echo_puts_the_assistants_last_message_first(rig, stream):
         return "".join(delta.get("content") or "" for delta in deltas)
 
     assert [content(answer) for answer in (echoed, plain, other)] == ["Wellxy", "xy", "xy"]
+
+
+async def test_message_is_not_echoed_in_answers_without_bound(rig):
+    messages = [SAY[0], {"role": "assistant", "content": "a" * 2**18}]
+    answer = await rig.chat(messages=messages, echo=True, n=65)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "echo"
+    assert "expected at most 16777216 echoed characters" in answer.json()["error"]["message"]

@@ -20,6 +20,8 @@ from dynamo.preprocess import conversation, inputs, options, preprocessor
 from dynamo.preprocess.parsers import parser
 from dynamo.runtime.http import json_body
 
+MAX_ECHOED_CHARS = 2**24
+
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer that the caller expects. It may save time and never changes the answer."""
@@ -66,6 +68,13 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
         if self.top_logprobs and not self.logprobs:
             raise errors.InvalidRequest.of_param(
                 "top_logprobs", "only allowed when logprobs is true"
+            )
+        num_echoed = self.num_choices * len(self.echoed_message)
+        if num_echoed > MAX_ECHOED_CHARS:
+            raise errors.InvalidRequest.of_param(
+                "echo",
+                f"expected at most {MAX_ECHOED_CHARS} echoed characters in all answers together, got {num_echoed}: "
+                "ask for fewer answers, or leave it out",
             )
 
 
