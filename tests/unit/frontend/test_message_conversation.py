@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dynamo.base import errors
+from dynamo.frontend.apis.messages import content_blocks
 from dynamo.frontend.apis.messages import request as message_request
 from dynamo.preprocess import images
 
@@ -88,6 +89,20 @@ def test_consecutive_turns_of_a_role_are_merged():
     messages = decode(messages=[SAY, SAY, SAY]).messages
 
     assert messages == [{"role": "user", "content": "hi\nhi\nhi"}]
+
+
+def test_many_turns_of_a_role_are_joined_once(monkeypatch):
+    joined = []
+    join = content_blocks.join_contents
+    monkeypatch.setattr(
+        content_blocks,
+        "join_contents",
+        lambda *contents: joined.append(contents) or join(*contents),
+    )
+    request = decode(messages=[{"role": "user", "content": [image()]}, *[SAY] * 1000])
+
+    assert len(joined) == 1
+    assert len(request.messages[0]["content"]) == 1001
 
 
 @pytest.mark.parametrize("as_blocks", [False, True])

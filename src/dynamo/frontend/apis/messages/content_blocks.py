@@ -1,6 +1,8 @@
 """The content blocks of Anthropic's messages, and the text or parts of a conversation that they become."""  # decider
 
-from typing import Annotated, Any, Literal
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
@@ -143,12 +145,17 @@ def convert(blocks: list[Block], place: str) -> Content:
     return parts
 
 
-def join_contents(content: Content, more: Content) -> Content:
-    """Return the content of two turns of one role as that of one message."""
-    if isinstance(content, str) and isinstance(more, str):
-        return join_lines(content, more)
-    both = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (content, more))
-    return [part for parts in both for part in parts]
+def join_contents(contents: Sequence[Content]) -> Content:
+    """Return the contents of turns of one role in a row as that of one message; texts before any image become lines."""
+    texts = cast(list[str], list(itertools.takewhile(lambda each: isinstance(each, str), contents)))
+    rest = contents[len(texts) :]
+    if not rest:
+        return join_lines(texts)
+    return [
+        part
+        for content in (*([join_lines(texts)] if texts else ()), *rest)
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
 
 
 def join_texts(blocks: list[Block]) -> str:
@@ -158,6 +165,6 @@ def join_texts(blocks: list[Block]) -> str:
     )
 
 
-def join_lines(text: str, more: str) -> str:
-    """Return two texts, either of which may be empty, with a line break between them."""
-    return f"{text}\n{more}" if text and more else text or more
+def join_lines(texts: Iterable[str]) -> str:
+    """Return these texts as lines, without the empty ones."""
+    return "\n".join(filter(None, texts))

@@ -262,7 +262,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         builder.append("system", _BILLING_LINE.sub("", content_blocks.join_texts(blocks)))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
-    last, choice, config = builder.messages[-1], request.tool_choice, request.output_config
+    messages, choice, config = builder.finish(), request.tool_choice, request.output_config
     response_format = None
     output_format = (config and config.format) or request.output_format
     if output_format is not None:
@@ -271,7 +271,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
     return MessageConversation(
         model=request.model,
         response_format=response_format,
-        messages=builder.messages,
+        messages=messages,
         tools=convert_tools(request.tools or []),
         tool_choice=convert_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
@@ -280,7 +280,8 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
             **(request.chat_template_kwargs or {}),
         },
         omits_thinking=request.thinking is not None and request.thinking.display == "omitted",
-        continue_final_message=last["role"] == "assistant" and bool(last["content"]),
+        continue_final_message=messages[-1]["role"] == "assistant"
+        and bool(messages[-1]["content"]),
         reasoning_effort=config.effort if config else None,
         **fields,
     )
@@ -326,11 +327,25 @@ def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 class _MessageBuilder:
-    """Builds the messages of a conversation turn by turn."""
+    """Builds the messages of a conversation turn by turn.
+
+    Until the end a message holds the contents of its turns as a list: joined turn by turn, a long message would be
+    copied as often as it has turns.
+    """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._tool_by_call: dict[str, str] = {}
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        for message in self._messages:
+            message["content"] = content_blocks.join_contents(message["content"])
+            if "reasoning_content" in message:
+                message["reasoning_content"] = content_blocks.join_lines(
+                    message["reasoning_content"]
+                )
+        return self._messages
 
     def append_turn(self, turn: Turn, place: str) -> None:
         blocks = content_blocks.decode(turn.content, place, BLOCKS_BY_ROLE[turn.role])
@@ -350,20 +365,18 @@ class _MessageBuilder:
 
     def append(self, role: str, content: content_blocks.Content) -> None:
         """Append a message; content of the role that wrote last joins its message."""
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == role:
-            last["content"] = content_blocks.join_contents(last["content"], content)
+        if self._messages and self._messages[-1]["role"] == role:
+            self._messages[-1]["content"].append(content)
         else:
-            self.messages.append({"role": role, "content": content})
+            self._messages.append({"role": role, "content": [content]})
 
     def _append_assistant(self, blocks: list[content_blocks.Block]) -> None:
         self.append("assistant", content_blocks.join_texts(blocks))
-        message = self.messages[-1]
+        message = self._messages[-1]
         if thoughts := [
             block.thinking for block in blocks if isinstance(block, content_blocks.ThinkingBlock)
         ]:
-            earlier = message.get("reasoning_content", "")
-            message["reasoning_content"] = content_blocks.join_lines(earlier, "\n".join(thoughts))
+            message.setdefault("reasoning_content", []).append("\n".join(thoughts))
         for block in blocks:
             if isinstance(block, content_blocks.ToolUseBlock):
                 self._tool_by_call[block.id] = block.name
@@ -388,8 +401,8 @@ class _MessageBuilder:
             "role": "tool",
             "tool_call_id": block.tool_use_id,
             "name": name,
-            "content": content_blocks.convert(blocks, content_place),
+            "content": [content_blocks.convert(blocks, content_place)],
         }
         if block.is_error:  # for templates that show it
             message["is_error"] = True
-        self.messages.append(message)
+        self._messages.append(message)

@@ -317,7 +317,7 @@ def convert_items(
         place = f"input[{number}]"
         decoded = _decode(item, item.get("type", "message"), _ITEM_DECODERS, place)
         builder.append(decoded, place)
-    return builder.messages
+    return builder.finish()
 
 
 def list_input(items: str | list[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
@@ -355,8 +355,17 @@ class _MessageBuilder:
     """Builds the messages of a conversation item by item."""
 
     def __init__(self, known_names: Mapping[tuple[str, str], str]) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._known_names = known_names
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        for message in self._messages:
+            if (
+                "reasoning_content" in message
+            ):  # thoughts, joined here: else each would be copied by all that follow
+                message["reasoning_content"] = "\n".join(filter(None, message["reasoning_content"]))
+        return self._messages
 
     def append(self, item: Item, place: str) -> None:
         match item:
@@ -364,7 +373,7 @@ class _MessageBuilder:
                 self._append_answer(_join_parts(item.content, f"{place}.content"))
             case MessageItem():
                 content = _convert_parts(item.content, f"{place}.content")
-                self.messages.append({"role": item.role, "content": content})
+                self._messages.append({"role": item.role, "content": content})
             case FunctionCallItem():
                 # kept as text, which nests no deeper each time the conversation is stored
                 name = self._known_name(item.namespace, item.name)
@@ -379,11 +388,10 @@ class _MessageBuilder:
             case FunctionOutputItem():
                 content = _convert_parts(item.output, f"{place}.output")
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
-                self.messages.append(message)
+                self._messages.append(message)
             case ReasoningItem(content=[*parts]):
                 answer, text = self._open_assistant(), _join_parts(parts, f"{place}.content")
-                thoughts = (answer.get("reasoning_content"), text)
-                answer["reasoning_content"] = "\n".join(filter(None, thoughts))
+                answer.setdefault("reasoning_content", []).append(text)
 
     def _known_name(self, namespace: Any, name: str) -> str:
         is_named = isinstance(namespace, str)
@@ -391,15 +399,15 @@ class _MessageBuilder:
 
     def _append_answer(self, text: str) -> None:
         if (message := self._open_assistant())["content"]:
-            self.messages.append({"role": "assistant", "content": text})
+            self._messages.append({"role": "assistant", "content": text})
         else:
             message["content"] = text
 
     def _open_assistant(self) -> dict[str, Any]:
         """Return the assistant's last message if its turn continues, or a new one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": ""})
+        return self._messages[-1]
 
 
 def _join_parts(content: str | list[dict[str, Any]], place: str) -> str:
