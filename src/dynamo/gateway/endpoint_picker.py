@@ -22,7 +22,7 @@ from dynamo.base import config, distribution, errors, process_setup, tasks
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.gateway import processor
 from dynamo.observability import logs
-from dynamo.runtime.http import client
+from dynamo.runtime.http import client, encodings, exchange, parser
 from dynamo.semantic import immediate, service
 
 # The names that the extension's protocol gives to a header, to keys of metadata and to their namespaces.
@@ -67,6 +67,7 @@ class FrontendQuestions:
 
     def __init__(self, settings: EndpointPickerConfig) -> None:
         self.settings = settings
+        self.max_body_bytes = settings.body_limit_mb * 2**20
         address = settings.frontend
         self._url = (address if "//" in address else f"http://{address}").rstrip("/")
         try:
@@ -105,14 +106,12 @@ class FrontendQuestions:
         if path not in _ASKED_PATHS:
             return None
         try:
-            request: dict[str, Any] = json.loads(body)
-            extensions = dict(request.get("nvext") or {})
-            annotations = [*(extensions.get("annotations") or ()), "query_instance_id"]
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            if encoding := encodings.read_encoding(headers.get("content-encoding", "")):
+                body = await encodings.inflate_apart(body, encoding, self.max_body_bytes)
+            question = await exchange.decode_apart(body, _make_question)
+        except (parser.RequestRefused, ValueError, TypeError, AttributeError, RecursionError):
             return None  # the frontend that gets the request says what is wrong with it
-        request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
-        content = json.dumps(request).encode()
-        status, answer, answer_headers = await self._ask("POST", path, content, headers)
+        status, answer, answer_headers = await self._ask("POST", path, question, headers)
         if status == 400:  # the question may be wrong as a stream, where the request is none
             return None
         if status != 200:
@@ -155,14 +154,23 @@ class FrontendQuestions:
         return status, answer, answer_headers
 
 
+def _make_question(body: bytes) -> bytes:
+    """Return the request as the question which worker would answer it. Raises ValueError, TypeError, AttributeError."""
+    request: dict[str, Any] = json.loads(body)
+    extensions = dict(request.get("nvext") or {})
+    annotations = [*(extensions.get("annotations") or ()), "query_instance_id"]
+    request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
+    return json.dumps(request).encode()
+
+
 class PickingProcessor(processor.StreamProcessor):
     """Answers the messages of one stream with the pod that was chosen."""
 
     removed_headers = ()  # a semantic router before this process may have set them
 
-    def __init__(self, questions: FrontendQuestions, max_body_bytes: int) -> None:
+    def __init__(self, questions: FrontendQuestions) -> None:
         # no semantic routing
-        super().__init__(cast("service.RoutingService", None), max_body_bytes)
+        super().__init__(cast("service.RoutingService", None), questions.max_body_bytes)
         self._questions = questions
         self._allowed: frozenset[str] | None = None  # endpoints to choose from; None: all
         self._target = ""  # that was chosen and is not yet told
@@ -267,8 +275,8 @@ async def serve(settings: EndpointPickerConfig) -> None:
     read_certificates = functools.partial(
         module.read_certificates, is_secure=settings.secure, directory=settings.cert_path
     )
-    questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
-    picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
+    questions = FrontendQuestions(settings)
+    picker = module.ExtProcServer(lambda: PickingProcessor(questions), questions.max_body_bytes)
     stop = process_setup.stop_on_signals()
     running = tasks.Tasks()
     await picker.start(settings.host, settings.port, read_certificates)

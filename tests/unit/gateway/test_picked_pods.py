@@ -1,6 +1,8 @@
 """The endpoint picker before a frontend that is not there: what it asks, and the pod that a request gets."""
 
+import gzip
 import json
+import threading
 
 import pytest
 
@@ -57,7 +59,7 @@ def frontend(monkeypatch):
 @pytest.fixture
 def picker(frontend):
     questions = endpoint_picker.FrontendQuestions(endpoint_picker.EndpointPickerConfig())
-    return lambda: endpoint_picker.PickingProcessor(questions, 10_000)
+    return lambda: endpoint_picker.PickingProcessor(questions)
 
 
 async def pick(stream, path, body=None, **headers):
@@ -100,6 +102,41 @@ async def test_worker_that_the_frontend_chooses_gets_the_request(picker):
         endpoint_picker.DESTINATION: "10.0.0.8:8000",
         endpoint_picker.WORKER: "8",
     }
+
+
+async def test_compressed_request_is_read_and_goes_on_as_it_came(picker, frontend):
+    body = gzip.compress(b'{"model": "a", "prompt": "b"}')
+
+    answers = await answers_of(picker(), "/v1/completions", body, **{"content-encoding": "gzip"})
+
+    assert json.loads(frontend.asked[0][2])["prompt"] == "b"
+    assert answers[1].request_body.response.body_mutation.streamed_response.body == body
+    set_headers = answers[0].request_headers.response.header_mutation.set_headers
+    assert {option.header.raw_value for option in set_headers} == {b"10.0.0.8:8000", b"8"}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+async def test_pod_says_what_is_wrong_with_a_compressed_request(picker, frontend, encoding):
+    headers = await pick(picker(), "/v1/completions", b"{}", **{"content-encoding": encoding})
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+    assert [method for method, *_ in frontend.asked] == ["GET"]
+
+
+async def test_large_request_is_decoded_beside_the_event_loop(picker, frontend, monkeypatch):
+    threads = []
+    loads = json.loads
+    monkeypatch.setattr(
+        endpoint_picker.json,
+        "loads",
+        lambda text: threads.append(threading.current_thread()) or loads(text),
+    )
+    body = b'{"model": "a", "prompt": "%s"}' % (b"b" * 2**19)
+
+    headers = await pick(picker(), "/v1/completions", body)
+
+    assert headers[endpoint_picker.WORKER] == "8"
+    assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +261,7 @@ async def test_frontend_may_be_named_by_its_url(frontend, address):
     settings = endpoint_picker.EndpointPickerConfig(frontend=address)
     questions = endpoint_picker.FrontendQuestions(settings)
 
-    await pick(endpoint_picker.PickingProcessor(questions, 10_000), "/v1/models")
+    await pick(endpoint_picker.PickingProcessor(questions), "/v1/models")
 
     assert [path for _, path, *_ in frontend.asked] == ["/health"]
 
