@@ -173,26 +173,30 @@ class StreamProcessor:
                 refusal.status, refusal.message, kind, headers=tuple(refusal.headers)
             )
         if self.path in _COUNTING_PATHS:
-            return self._name_default(body, num_bytes)
+            return await self._name_default(body, num_bytes)
         answer = await self._route(body)
         if answer is not None:
             return answer
         assert self._outcome is not None  # it was routed
         return self._request_changes(self._outcome, num_bytes), self._outcome.body
 
-    def _name_default(
+    async def _name_default(
         self, body: bytes, num_bytes: int
     ) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
         """Return the same with the default model in the place of a name that asks for a choice."""
         settings = self._routing.router.settings
+
+        def name_default(data: bytes) -> tuple[str, str, bytes]:
+            name = request_view.RequestView(data).model
+            if name not in settings.auto_names or not settings.default_model:
+                return name, name, data
+            changed = rewriting.set_model(data, settings.default_model)
+            return name, settings.default_model, changed
+
         try:
-            requested_model = request_view.RequestView(body).model
+            requested_model, model, body = await exchange.decode_apart(body, name_default)
         except errors.InvalidRequest as error:
             return self._refuse(400, str(error), "invalid_request_error", param=error.param)
-        model = requested_model
-        if model in settings.auto_names and settings.default_model:
-            model = settings.default_model
-            body = rewriting.set_model(body, model)
         explanation = routing_outcome.Explanation(requested_model=requested_model, model=model)
         outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body)
         outcome.add_upstream_headers(settings, {})
