@@ -159,7 +159,10 @@ class Preprocessor:
         extensions = request.extensions
         if extensions.token_data is not None:
             packed = self._check_and_pack(extensions.token_data, "nvext.token_data")
-            return packed, self.text.decode(packed)
+            shown = packed[
+                -self.context_length * blocks.TOKEN_BYTES :
+            ]  # longer prompts are cut or refused
+            return packed, self.text.decode(shown)
         if extensions.use_raw_prompt:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt

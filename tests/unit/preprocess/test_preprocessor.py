@@ -536,3 +536,17 @@ async def test_chat_with_more_messages_than_tokens_is_refused_without_rendering(
 
     with pytest.raises(model_errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
         await byte_level_model.prepare_conversation(asked, "r1")
+
+
+async def test_tokens_beyond_the_context_are_not_made_a_text(byte_level_model, monkeypatch):
+    decoded = []
+    decode = byte_level_model.text.decode
+    monkeypatch.setattr(
+        byte_level_model.text, "decode", lambda packed: decoded.append(packed) or decode(packed)
+    )
+    length = byte_level_model.context_length
+    given = {"nvext": {"token_data": [5] * (3 * length)}}
+    with pytest.raises(errors.DynamoError, match="maximum context length"):
+        await byte_level_model.prepare_conversation(chat(**given), "r")
+
+    assert [blocks.count(packed) for packed in decoded] in ([], [length])
