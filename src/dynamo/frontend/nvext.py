@@ -42,6 +42,7 @@ class NvextResponse:
         self._last_at = self._started_at
         self._num_tokens = 0
         self._num_first = 0  # tokens in the first output
+        self._num_told = 0  # explanations
         self._report: kv_transfer.TransferReport | None = None
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
@@ -85,7 +86,10 @@ class NvextResponse:
             if request.tier_tokens:  # loaded from a tier below the engine's memory
                 fields["timing"]["kv_tier_tokens"] = dict(request.tier_tokens)
         if EXPLANATION in self._requested_fields and is_last:
-            fields[EXPLANATION] = [explained for explained, _ in request.explanations or ()]
+            # each once: of many choices all have a last chunk
+            untold = (request.explanations or [])[self._num_told :]
+            fields[EXPLANATION] = [explained for explained, _ in untold]
+            self._num_told += len(untold)
         return {"nvext": fields} if fields else {}
 
     def _prefill_worker_id(self, request: metrics.RequestMeter) -> int | None:

@@ -83,20 +83,18 @@ class UnknownParameters:
         """Report unknown parameters with these names, if any. Raises InvalidRequest where they are refused."""
         if not names:
             return
-        names = [_UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
+        shown = [
+            _UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names[:MAX_IGNORED_SHOWN]
+        ]
         if self._refuses:
-            raise errors.InvalidRequest(f"Unsupported parameter(s): {names[0]}", param=names[0])
-        shown = ", ".join(names[:MAX_IGNORED_SHOWN]) + (
-            ", ..." if len(names) > MAX_IGNORED_SHOWN else ""
-        )
-        client.headers = (*client.headers, (IGNORED_HEADER, shown))
+            raise errors.InvalidRequest(f"Unsupported parameter(s): {shown[0]}", param=shown[0])
+        listed = ", ".join(shown) + (", ..." if len(names) > MAX_IGNORED_SHOWN else "")
+        client.headers = (*client.headers, (IGNORED_HEADER, listed))
         self._num_ignored.inc(len(names))
-        if len(self._logged) < MAX_LOGGED_NAMES and not self._logged.issuperset(
-            names[:MAX_IGNORED_SHOWN]
-        ):
-            self._logged.update(names[:MAX_IGNORED_SHOWN])
+        if len(self._logged) < MAX_LOGGED_NAMES and not self._logged.issuperset(shown):
+            self._logged.update(shown)
             path = client.request.path
-            _logger.info("ignored parameters that %s does not know: %s", path, shown)
+            _logger.info("ignored parameters that %s does not know: %s", path, listed)
 
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-dynamo-request-id")

@@ -41,14 +41,15 @@ WatchExchange = Callable[[exchange.Exchange], exchange.Exchange]
 MAX_RESPONSE_BYTES = 16 * 2**20
 _DATA = b"data: "
 _END_OF_STREAM = b"[DONE]"
+_NULL, _TRUE = msgspec.Raw(b"null"), msgspec.Raw(b"true")
 
 
 class _RequestFields(msgspec.Struct, frozen=True):
-    """The fields of any request that the audit log reads."""
+    """The fields of any request that the audit log reads, as they came: a client may send anything there."""
 
-    model: Any = None
-    store: Any = None
-    stream: Any = None
+    model: msgspec.Raw = _NULL
+    store: msgspec.Raw = _NULL
+    stream: msgspec.Raw = _NULL
 
 
 _decode_fields = msgspec.json.Decoder(_RequestFields).decode
@@ -79,7 +80,7 @@ class AuditLog:
             fields = _decode_fields(caller.request.body.removeprefix(codecs.BOM_UTF8))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _RequestFields()  # it is refused, or has raw tensors behind its JSON
-        if fields.store is not True and not self._is_forced:
+        if fields.store != _TRUE and not self._is_forced:
             return caller
         return AuditedExchange(caller, fields, self._put)
 
@@ -204,8 +205,8 @@ def encode_row(row: AuditRow) -> bytes:
         {
             "schema_version": 1,
             "request_id": row.request_id,
-            "requested_streaming": row.fields.stream is True,
-            "model": row.fields.model,
+            "requested_streaming": row.fields.stream == _TRUE,
+            "model": _compact(bytes(row.fields.model)),
             "path": row.request.path,
             "status": row.status,
             "is_complete": row.is_complete,

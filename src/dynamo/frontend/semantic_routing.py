@@ -266,8 +266,8 @@ class SemanticRouting:
 
         try:
             if read_body is client.request.body:
-                return await client.decode_body(route)
-            return await exchange.decode_apart(read_body, route)
+                return await client.decode_body(route, service.ROUTED_AT_ONCE_BYTES)
+            return await exchange.decode_apart(read_body, route, service.ROUTED_AT_ONCE_BYTES)
         except errors.NoWorkers:
             if name in barred:
                 raise
@@ -275,7 +275,7 @@ class SemanticRouting:
             served_name = self._models.served_name(name)
             wait = self._worker_wait.until_served
             await wait(find, served_name, is_over=lambda: client.is_closed)
-        return await exchange.decode_apart(read_body, route)
+        return await exchange.decode_apart(read_body, route, service.ROUTED_AT_ONCE_BYTES)
 
     def _barred_models(self, client: exchange.Exchange) -> dict[str, str]:
         """Return the models that the client's key may not ask."""

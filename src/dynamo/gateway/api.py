@@ -93,12 +93,19 @@ class ClassificationApi:
         self._clock = clock
         self._profile = profile.load_profile()
 
-    async def ask_encoders(self, texts: Sequence[str], task: Task) -> guards.RequestClassifiers:
-        """Return the classifiers for these texts: the shipped ones, and what the configuration's encoders answer."""
+    async def ask_encoders(
+        self, body: bytes, texts: Sequence[str], task: Task
+    ) -> guards.RequestClassifiers:
+        """Return the classifiers for the texts of a body: the shipped ones, and what the encoders answer."""
         router = self._routing.router
         if not router.loaded.uses_encoders:
             return self._profile
-        inputs = router.list_inputs_for(dict.fromkeys(_CLASSIFIERS[task], texts))
+        texts_by_classifier = dict.fromkeys(_CLASSIFIERS[task], texts)
+        inputs = await exchange.decode_apart(
+            body,
+            lambda _: router.list_inputs_for(texts_by_classifier),
+            service.ROUTED_AT_ONCE_BYTES,
+        )
         if encoder_labels.DOMAIN in _CLASSIFIERS[task]:  # the model is recommended, too
             inputs += router.list_embedding_inputs(texts)
         return await self._routing.ask_encoders_for(inputs)
@@ -189,9 +196,10 @@ class ClassificationApi:
     ) -> dict[str, Any]:
         """Return the result of one of the methods above for the text in a body."""
         request = _decode_text(client.request.body)
-        classifiers = await self.ask_encoders([request.text], task)
+        classifiers = await self.ask_encoders(client.request.body, [request.text], task)
         return await client.decode_body(
-            lambda _: classify(request.text, request.options, classifiers)
+            lambda _: classify(request.text, request.options, classifiers),
+            service.ROUTED_AT_ONCE_BYTES,
         )
 
     async def answer_batch(self, client: exchange.Exchange) -> dict[str, Any]:
@@ -202,7 +210,7 @@ class ClassificationApi:
             raise errors.InvalidRequest.of_param(
                 "texts", f"expected 1 to {most} texts, got {len(request.texts)}"
             )
-        classifiers = await self.ask_encoders(request.texts, request.task_type)
+        classifiers = await self.ask_encoders(client.request.body, request.texts, request.task_type)
         start = self._clock.now()
         classify = {
             "intent": self.classify_intent,
@@ -211,7 +219,8 @@ class ClassificationApi:
             "all": self.classify_combined,
         }[request.task_type]
         results = await client.decode_body(
-            lambda _: [classify(text, request.options, classifiers) for text in request.texts]
+            lambda _: [classify(text, request.options, classifiers) for text in request.texts],
+            service.ROUTED_AT_ONCE_BYTES,
         )
         intents = [result["intent"] for result in results if "intent" in result]
         intents += results if request.task_type == "intent" else []

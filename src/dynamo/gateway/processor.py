@@ -227,6 +227,7 @@ class StreamProcessor:
             outcome = await exchange.decode_apart(
                 body,
                 lambda data: self._routing.route(data, headers, tenant, None, classifiers, api=api),
+                service.ROUTED_AT_ONCE_BYTES,
             )
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)

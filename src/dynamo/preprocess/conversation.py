@@ -48,6 +48,17 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             raise _wrong(f"messages[{number}].role", "one of " + ", ".join(ROLES), message, "role")
         if type(message.get("content")) is not str or len(message) > 2:
             _check_rest(message, role, f"messages[{number}]")
+    check_arguments(messages)
+
+
+def check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise InvalidRequest for too many lists and objects in the arguments of calls, which templates get decoded."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    functions = (call.get("function") for call in calls)
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    json_body.check_structure(
+        *(text.encode(errors="replace") for text in texts if isinstance(text, str))
+    )
 
 
 def check_tools(tools: list[dict[str, Any]]) -> None:

@@ -3,11 +3,13 @@
 It is built from the model card (`loading`). It also makes the decoders for the way back (`make_answer_text`).
 """
 
+import asyncio
 import copy
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,6 +29,9 @@ from dynamo.preprocess.parsers import formats, parser
 from dynamo.protocols import blocks, generate, limits
 
 DEFAULT_COMPLETION_LEN = 16  # tokens, OpenAI's default for completions
+_MANY_MESSAGES = (
+    1000  # and calls, which take some milliseconds to adapt; more are adapted in a thread
+)
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -159,7 +164,10 @@ class Preprocessor:
         extensions = request.extensions
         if extensions.token_data is not None:
             packed = self._check_and_pack(extensions.token_data, "nvext.token_data")
-            return packed, self.text.decode(packed)
+            shown = packed[
+                -self.context_length * blocks.TOKEN_BYTES :
+            ]  # longer prompts are cut or refused
+            return packed, self.text.decode(shown)
         if extensions.use_raw_prompt:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
@@ -343,22 +351,11 @@ class Preprocessor:
                 param=request.effort_param,
             )
             args = {**effort_args, **args}  # the caller's own variables win
-        messages = conversation.adapt_for_template(
-            request.messages,
-            knows_developer=chat_template.knows_developer,
-            wants_text_arguments=chat_template.needs_text_arguments,
-            reads_thinking=chat_template.reads_thinking,
-            reads_null=chat_template.reads_null,
-        )
-        if chat_template.writes_call_ids:
-            messages = conversation.name_calls(messages)
-        if chat_template.needs_short_ids:
-            messages = conversation.shorten_ids(messages)
+        adapt = functools.partial(_adapt_messages, request, chat_template)
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in request.messages)
+        is_long = len(request.messages) + num_calls > _MANY_MESSAGES
+        messages = await asyncio.to_thread(adapt) if is_long else adapt()
         is_continued = bool(request.continue_final_message)
-        if is_continued:
-            messages = conversation.mark_end(messages)
-        if chat_template.needs_parts:
-            messages = conversation.split_texts(messages)
         render = functools.partial(
             chat_template.render,
             messages,
@@ -464,3 +461,23 @@ class Preprocessor:
             session_id=request.session_id,
             expected_output_tokens=hints.osl if hints else None,
         )
+
+
+def _adapt_messages(
+    request: inputs.Conversation, chat_template: template.ChatTemplate
+) -> list[dict[str, Any]]:
+    """Return the messages as this template expects them. Raises InvalidRequest."""
+    messages = conversation.adapt_for_template(
+        request.messages,
+        knows_developer=chat_template.knows_developer,
+        wants_text_arguments=chat_template.needs_text_arguments,
+        reads_thinking=chat_template.reads_thinking,
+        reads_null=chat_template.reads_null,
+    )
+    if chat_template.writes_call_ids:
+        messages = conversation.name_calls(messages)
+    if chat_template.needs_short_ids:
+        messages = conversation.shorten_ids(messages)
+    if request.continue_final_message:
+        messages = conversation.mark_end(messages)
+    return conversation.split_texts(messages) if chat_template.needs_parts else messages

@@ -32,6 +32,9 @@ from dynamo.preprocess import conversation, sandbox
 
 T = TypeVar("T")
 MAX_TEMPLATE_CHARS = 2**20
+MAX_CODE_CHARS = (
+    2**19
+)  # of the program that a template becomes: Python compiles it in one go, in some 0.1 s
 MAX_OTHERS = 8  # templates of requests that are kept
 MAX_PROMPT_CHARS = 32 * 2**20
 MAX_STEPS = 1_000_000
@@ -256,11 +259,17 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
             f"the chat template has {len(source)} characters: expected at most {MAX_TEMPLATE_CHARS}"
         )
     try:
-        return environment.from_string(source)
+        code = environment.compile(source, raw=True)
+        program = compile(code, "<template>", "exec") if len(code) <= MAX_CODE_CHARS else None
     except RecursionError as error:
         raise errors.ConfigError("the chat template is nested too deeply to be compiled") from error
     except _LOAD_ERRORS as error:
         raise errors.ConfigError(f"the chat template is no valid template: {error}") from error
+    if program is None:
+        raise errors.ConfigError(
+            f"the chat template becomes a program of {len(code)} characters: expected at most {MAX_CODE_CHARS}"
+        )
+    return jinja2.Template.from_code(environment, program, environment.make_globals(None))
 
 
 def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:

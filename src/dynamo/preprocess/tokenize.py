@@ -34,6 +34,7 @@ SHORT_TEXT = 512  # characters, which are as quickly encoded as cut and looked u
 MAX_BATCH = 2**20  # characters that are encoded together: `tokenizers` needs 100 bytes for each
 MAX_THREADS = 2  # that encode long texts: a library uses all cores for each, and keeps 4 to 20 MB for each thread
 PART_CHARS = 2048  # of a long segment, at least
+MAX_CUTS = 10_000  # of one prompt; what is behind them is encoded as one segment
 _ENTRY_BYTES = 200  # of the table, beside text and tokens
 # Beginnings and ends that tokenizers are known to treat specially: blanks, line ends, marks, accents to be composed,
 # no-break and ideographic spaces, letters of several bytes, digits, what looks like a special token.
@@ -72,7 +73,7 @@ class PromptCutter:
 
     def cut(self, text: str) -> list[str]:
         """Return the segments: tokens, and the texts between them. Joined they are the text; none is empty."""
-        cut = [segment for segment in self._cut(text) if segment]
+        cut = [segment for segment in self._cut(text, MAX_CUTS) if segment]
         if not self.at_lines or len(text) < 2 * PART_CHARS:
             return cut
         return [part for segment in cut for part in split_segment(segment)]

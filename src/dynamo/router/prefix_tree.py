@@ -25,6 +25,7 @@ _NUM_PASSES = 8  # how many shared edges are passed over to find one to drop
 # A dictionary finds its first entry the more slowly, the more were removed before it: so several are found at once, and
 # of a full tree one block in so many is dropped at a time.
 _DROPPED_EDGES, _DROPPED_SHARE = 64, 4096
+_WINDOW = 8192  # blocks that are copied at a time: a list may be known and unknown by turns
 
 
 class PrefixEdge:
@@ -186,7 +187,7 @@ class PrefixTree:
             number = self._edge_by_name.get(names[start])
             if number is None:
                 before = names[start - 1] if start else parent
-                start += self._add_new_blocks(worker, names[start:], before)
+                start += self._add_new_blocks(worker, names[start : start + _WINDOW], before)
                 continue
             edge = self._edges[number]
             position = edge.position_of(names[start], 0)

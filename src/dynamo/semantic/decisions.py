@@ -1,7 +1,6 @@
 """Decisions: from the signals of a text to the decision that applies, with its reasons."""  # decider
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +43,7 @@ class KeywordMatcher:
 
     def match(self, text: str) -> str | None:
         """Return the name of the first rule that holds; None if none does."""
-        text = unicodedata.normalize("NFC", text)  # "é" may come as an e and its accent
+        text = disguises.normalize("NFC", text)  # "é" may come as an e and its accent
         lowered = text.lower()
         for rule, keywords in self._rules:
             subject = text if rule.case_sensitive else lowered
@@ -63,7 +62,7 @@ def _compile_keyword(word: str, rule: config.KeywordRule) -> tuple[str, re.Patte
 
     Letters of scripts that set no spaces between words are no such characters: they bound nothing.
     """
-    word = unicodedata.normalize("NFC", word)
+    word = disguises.normalize("NFC", word)
     literal = word if rule.case_sensitive else word.lower()
     start = f"(?<!{_WORD_SIGN})" if re.match(_WORD_SIGN, word) else ""
     end = f"(?!{_WORD_SIGN})" if re.search(rf"{_WORD_SIGN}\Z", word) else ""

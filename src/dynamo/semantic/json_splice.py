@@ -13,9 +13,10 @@ import msgspec
 from dynamo.base import errors
 
 _SPACE = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*")  # and a byte order mark
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# Possessive, so that no string is looked at twice, and one match reaches the next bracket over any number of strings.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SCALAR = re.compile(rb"[^\s,\]}]+")
-_BRACKETS = re.compile(rb'["{}\[\]]')
+_TO_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+[{}\[\]]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,9 @@ def _end_of_value(data: bytes, position: int) -> int:
 
 def _end_of_brackets(data: bytes, position: int) -> int:
     depth = 0
-    while (match := _BRACKETS.search(data, position)) is not None:
+    while (match := _TO_BRACKET.match(data, position)) is not None:
         position = match.end()
-        if match[0] == b'"':
-            position = _end_of_value(data, match.start())
-            continue
-        depth += 1 if match[0] in b"{[" else -1
+        depth += 1 if data[position - 1] in b"{[" else -1
         if depth == 0:
             return position
     raise errors.InvalidRequest("expected valid JSON, got an open bracket")

@@ -170,7 +170,8 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+|(?<=s)')?|[^\w\s?!.
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 _SIGNS = re.compile(r"[?!.,;:\"'`]+")
 # Signs behind a word that end or part sentences, with the quotes around it; behind a number `!` is a factorial.
-_ENDS_WORDS = re.compile(r"[\"'`]*(?:[?!.]*|[,;:])[\"'`]*")
+# Possessive: quotes without end are not parted in all ways.
+_ENDS_WORDS = re.compile(r"[\"'`]*+(?:[?!.]*+|[,;:])[\"'`]*+")
 _QUOTES = re.compile("[\"'`]+")
 _ABOUT_SIGNS = re.compile(
     r"punctuat|\bcommas?\b|colons?\b|apostrophe|gramma|\bsentence|proofread", re.I

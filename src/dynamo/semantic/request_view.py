@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
+from dynamo.runtime.http import exchange, json_body
 
 RequestApi = Literal[
     "chat", "responses", "messages", "completions", "ollama", "ollama_generate", "other"
@@ -45,6 +46,11 @@ _OTHER_FIELDS = ("system", "instructions", "suffix", *_ANY_VALUES)
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
+MAX_MESSAGES = 100_000  # which is what the frontend takes
+MANY_TEXTS = (
+    1000  # that are read one by one; each takes some tenths of a millisecond, however short it is
+)
+_GROUP_CHARS = 4096  # of the others, which are read together
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
 _USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call
 # The first line of Claude Code's system prompt, another one in each request.
@@ -73,6 +79,8 @@ class RequestView:
 
     def __init__(self, body: bytes, api: RequestApi = "chat") -> None:
         """`api` is what the request asks: a server passes over the fields of other APIs that a body has as well."""
+        if len(body) > exchange.SMALL_BODY_BYTES:
+            json_body.check_structure(body)
         try:
             fields = _decoder.decode(body.removeprefix(b"\xef\xbb\xbf"))  # as servers do
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -93,6 +101,12 @@ class RequestView:
         if isinstance(raw, str):
             raw = [{"role": "user", "content": raw}]
         items = raw if isinstance(raw, list) else []
+        if items and isinstance(items[0], int):  # one prompt as token ids
+            items = [{"role": "user", "content": items}]
+        if len(items) > MAX_MESSAGES:
+            raise errors.InvalidRequest.of_param(
+                self.messages_field, f"expected at most {MAX_MESSAGES}, got {len(items)}"
+            )
         self.messages: list[dict[str, Any]] = [
             item if isinstance(item, dict) else {"role": "user", "content": item} for item in items
         ]
@@ -116,12 +130,13 @@ class RequestView:
         the classifiers see attacks (risks of 0.7 to 0.97 for four of five).
 
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
+        Of many texts the first are joined: to read many costs no more than to read a long one.
         """
         texts = [*self._single_texts, *(_join_short(_parts_of(each)) for each in self.messages)]
         texts += [_join_short(_parts(value)) for value in self._other_values.values()]
         if isinstance(template := self.fields.get("chat_template"), str):
             texts += [template, *_strings(self.messages)]  # it may write what no other does
-        return [text for text in texts if text]
+        return _join_first([text for text in texts if text])
 
     @cached_property
     def _single_texts(self) -> list[str]:
@@ -234,7 +249,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield value
         case list():
             for item in value:
-                yield from _texts(item)
+                if type(item) is not int:  # of token ids there may be millions
+                    yield from _texts(item)
         case dict():
             for name in _TEXT_FIELDS:
                 inner = value.get(name)
@@ -259,6 +275,19 @@ def _unusual_names(names: Iterable[Any], usual: re.Pattern[str] = _USUAL_NAME) -
     for name in names:
         if isinstance(name, str) and name and not usual.fullmatch(name):
             yield name
+
+
+def _join_first(texts: list[str]) -> list[str]:
+    """Return the last `MANY_TEXTS`, behind those before them, joined in groups."""
+    groups: list[list[str]] = []
+    num_chars = _GROUP_CHARS
+    for text in texts[:-MANY_TEXTS]:
+        if num_chars >= _GROUP_CHARS:
+            groups.append([])
+            num_chars = 0
+        groups[-1].append(text)
+        num_chars += len(text)
+    return [*map("\n\n".join, groups), *texts[-MANY_TEXTS:]]
 
 
 def _join_short(parts: Sequence[Any]) -> str:

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from dynamo.semantic import milvus_answers
 
 _PART = 64  # texts that are embedded by one call, for a configuration
+ROUTED_AT_ONCE_BYTES = (
+    32 * 2**10
+)  # on the event loop: to read them takes some tens of milliseconds at most
 RELOAD_INTERVAL_S = 2.0  # between looks at the file
 _logger = logging.getLogger(__name__)
 
@@ -290,7 +293,9 @@ class RoutingService:
             return None
         try:
             inputs = await exchange.decode_apart(
-                body, lambda data: self.router.list_inputs(request_view.RequestView(data, api))
+                body,
+                lambda data: self.router.list_inputs(request_view.RequestView(data, api)),
+                ROUTED_AT_ONCE_BYTES,
             )
         except errors.InvalidRequest:
             return None  # `route` refuses the request

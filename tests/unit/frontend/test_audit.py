@@ -2,8 +2,11 @@
 
 import json
 
+import msgspec
 import pytest
 from frontend_rig import outputs
+
+from dynamo.frontend import request_records
 
 CHAT = "/v1/chat/completions"
 
@@ -171,3 +174,14 @@ async def test_recorded_answer_has_the_rate_limit_headers_after_its_charge(bare,
 
 async def test_store_is_a_hint_without_an_audit_log(rig):
     assert (await rig.chat(store=True)).status_code == 200
+
+
+async def test_what_is_in_the_place_of_a_model_is_recorded_and_not_decoded(audited):
+    model = '{"a": [' + "[],\n" * 1000 + "[]]}"
+    content = '{"store": true, "stream": true, "model": ' + model + "}"
+    await audited.client.post(CHAT, content=content)
+    (row,) = await rows(audited)
+    watched = request_records._decode_fields(content)
+
+    assert (row["model"], row["requested_streaming"]) == (json.loads(model), True)
+    assert isinstance(watched.model, msgspec.Raw)

@@ -146,3 +146,27 @@ def test_logprobs_do_not_change_the_text(text, stops, data):
 
     assert got[0] == got[1] == spelled
     assert plain.finish_reason == reporting.finish_reason
+
+
+def test_tokens_without_a_text_are_not_looked_at_again_with_each_that_follows():
+    class Pending(list):
+        num_looks = 0
+
+        def __iter__(self):
+            for each in super().__iter__():
+                Pending.num_looks += 1
+                yield each
+
+    class Silent(Bytes):
+        def push(self, token_ids):
+            del token_ids
+            return ""
+
+    text = detokenize.ChoiceText(Silent(), generate.StopConditions())
+    one = choices.Choice(0, text, has_logprobs=True)
+    one.reporter._pending = Pending()
+    reported = [one.read(said("a"))[1] for _ in range(1000)]
+
+    assert not any(reported)
+    assert Pending.num_looks <= 1000
+    assert len(one.read(said("b", generate.FinishReason.LENGTH))[1]) == 1001

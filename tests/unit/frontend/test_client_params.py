@@ -9,7 +9,10 @@ import pytest
 from backports import zstd
 from frontend_rig import outputs
 
+from dynamo.frontend import pipeline
+from dynamo.observability import metrics as observed
 from dynamo.protocols import model_card
+from dynamo.runtime.http import exchange
 
 SAY = [{"role": "user", "content": "hi"}]
 TAKEN_BY_CHATS = {
@@ -392,3 +395,15 @@ async def test_compressed_body_is_answered(rig):
 async def test_version_and_ping_answer(rig):
     assert (await rig.client.get("/version")).json()["version"]
     assert (await rig.client.get("/ping")).status_code == 200
+
+
+def test_of_unknown_parameters_only_those_that_are_shown_are_read():
+    unknown = pipeline.UnknownParameters(observed.Registry("test"), refuses=False)
+    request = exchange.Request(method="POST", path="/", query="", headers={}, body=b"", peer="")
+    client = exchange.Exchange(request, exchange.NoConnection(), lambda: None)
+    names = [*map(str, range(pipeline.MAX_IGNORED_SHOWN)), *[None] * 1_000_000]
+
+    unknown.report(client, names)
+
+    ((_, shown),) = client.headers
+    assert shown.endswith("18, 19, ...")

@@ -605,3 +605,15 @@ async def test_stream_ends_when_its_key_may_no_longer_see_it(keyed, tmp_path, co
 
 def test_query_of_a_url_is_decoded_by_type():
     assert api.decode_query("after=3&level=INFO", api.LogQuery).after == 3
+
+
+async def test_of_ended_requests_few_decisions_and_no_hashes_are_kept(bare):
+    await bare.start(config.RoutingConfig(router_mode="kv"))
+    await bare.worker()
+    asked = {"extra_fields": ["explanation"]}
+    answer = await bare.complete(["x" * 100] * 40, nvext=asked)
+    (meter,) = bare.frontend._recorder.recent
+
+    assert len(answer.json()["nvext"]["explanation"]) == 40
+    assert 0 < len(meter.explanations) < 40
+    assert not any(hashes for _, hashes in meter.explanations)

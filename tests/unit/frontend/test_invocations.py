@@ -3,6 +3,9 @@
 import pytest
 from frontend_rig import events
 
+from dynamo.base import errors
+from dynamo.frontend.apis import invocations
+
 SAY = [{"role": "user", "content": "hi"}]
 
 
@@ -51,3 +54,10 @@ async def test_wrong_request_is_refused_in_a_sentence(rig, body, words):
 
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_lists_are_counted_before_memory_is_spent_on_them():
+    body = b'{"model":"m","prompt":[' + b"[]," * 400_000 + b"[]]}"
+
+    with pytest.raises(errors.InvalidRequest, match="300000 lists and objects"):
+        invocations._decode(body)

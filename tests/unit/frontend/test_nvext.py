@@ -8,7 +8,7 @@ from frontend_rig import events
 from dynamo.base import errors
 from dynamo.frontend import metrics, nvext
 from dynamo.observability import metrics as observed
-from dynamo.preprocess import preprocessor
+from dynamo.preprocess import detokenize, preprocessor
 from dynamo.protocols import generate
 from dynamo.router import config
 from dynamo.testing import clock as clocks
@@ -247,3 +247,34 @@ async def test_session_stays_with_its_worker(bare):
         assert answer.status_code == 200
 
     assert sorted(len(worker.requests) for worker in workers) == [0, 0, 6]
+
+
+async def test_usage_of_each_chunk_is_not_counted_over_all_choices(rig, monkeypatch):
+    num_looks = 0
+    count = detokenize.ChoiceText.num_tokens.fget
+
+    def look(text):
+        nonlocal num_looks
+        num_looks += 1
+        return count(text)
+
+    monkeypatch.setattr(detokenize.ChoiceText, "num_tokens", property(look))
+    prompts = [f"hi {number}" for number in range(100)]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await rig.complete(prompts, stream=True, stream_options=options)
+    found = chunks(answer)
+
+    assert found[-1]["usage"]["completion_tokens"] == max(
+        chunk["usage"]["completion_tokens"] for chunk in found
+    )
+    assert len(found) > 500
+    assert num_looks < 40 * len(prompts)
+
+
+async def test_explanations_are_told_once_whatever_the_number_of_choices(rig):
+    asked = {"extra_fields": ["explanation"]}
+    answer = await rig.complete(["a", "b", "c"], stream=True, nvext=asked)
+    told = [chunk["nvext"]["explanation"] for chunk in chunks(answer) if "nvext" in chunk]
+
+    assert len(told) == 3
+    assert sum(map(len, told)) == 3

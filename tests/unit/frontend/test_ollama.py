@@ -377,3 +377,17 @@ async def test_route_that_is_not_here_is_refused_in_ollamas_form(rig, method, pa
 
     assert answer.status_code in (404, 405)
     assert path in answer.json()["error"]
+
+
+def test_result_is_that_of_its_call_behind_any_number_of_others():
+    def call(name):
+        return {"function": {"name": name, "arguments": {}}}
+
+    result = {"role": "tool", "content": "", "tool_name": "look"}
+    calls = [*[call("see")] * 2000, call("look")]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    body = json.dumps({"model": "m", "messages": [asked, result, result]}).encode()
+    _, first, second = request.decode_chat(body).messages
+
+    assert first["tool_call_id"] == "call02000"
+    assert "tool_call_id" not in second

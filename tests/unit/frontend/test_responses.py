@@ -1,13 +1,19 @@
 """OpenAI's Responses API: objects and events to the byte, what is kept, errors, and the official client."""
 
 import json
+import threading
+import types
 
 import openai
 import pytest
 from frontend_rig import outputs
 
 from dynamo.base import errors
+from dynamo.frontend.apis.responses import api
+from dynamo.frontend.batches import runner
+from dynamo.frontend.processes import response_store
 from dynamo.protocols import generate
+from dynamo.runtime.http import exchange
 
 PATH = "/v1/responses"
 
@@ -419,3 +425,26 @@ async def test_openai_client_streams_a_response(client, rig):
     assert "".join(said) == final.output_text == "hello"
     assert final.status == "completed"
     assert final.usage.total_tokens == 15
+
+
+async def test_large_input_is_listed_beside_the_event_loop(monkeypatch):
+    decode, threads = api._decode_objects, []
+
+    def decode_in_thread(data):
+        threads.append(threading.current_thread())
+        return decode(data)
+
+    monkeypatch.setattr(api, "_decode_objects", decode_in_thread)
+    items = json.dumps([{"id": "a", "content": "x" * 300_000}]).encode()
+    store = response_store.ResponseStore(max_items=1, max_bytes=2**20)
+    store.put("resp_1", response_store.StoredResponse(b"{}", b"[]", "", items))
+    path = f"{PATH}/resp_1/input_items"
+    request = exchange.Request(method="GET", path=path, query="", headers={}, body=b"", peer="")
+    client = runner.LineExchange(request)
+    handlers = types.SimpleNamespace(rights=types.SimpleNamespace(tenant_of=lambda _: ""))
+    listing = api.Responses(handlers, store).list_input_items(client)
+    if listing is not None:
+        await listing
+
+    assert json.loads((await client.response).body)["first_id"] == "a"
+    assert [thread is threading.main_thread() for thread in threads] == [False]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import shutil
+import threading
 
 import msgspec
 import pytest
@@ -694,3 +695,17 @@ async def test_template_gets_the_reasoning_of_the_decision_from_each_api(
 
     assert answer.headers["x-vsr-selected-reasoning"] == expected.lower()
     assert worker.prompts == [expected]
+
+
+async def test_long_text_is_read_beside_the_event_loop(routed, monkeypatch):
+    route, threads = service.RoutingService.route, []
+
+    def route_in_thread(*arguments, **fields):
+        threads.append(threading.current_thread())
+        return route(*arguments, **fields)
+
+    monkeypatch.setattr(service.RoutingService, "route", route_in_thread)
+    for text in ("word " * 10_000, "word"):
+        await routed.chat(text, model="auto")
+
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]

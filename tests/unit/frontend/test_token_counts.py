@@ -1,6 +1,10 @@
 """Tokenize, detokenize: vLLM's shapes."""
 
+import threading
+
 import pytest
+
+from dynamo.preprocess import preprocessor
 
 
 async def tokenize(rig, **fields):
@@ -94,3 +98,17 @@ async def test_error_for_an_invalid_count_request_names_the_field(rig, path, bod
 
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
+
+
+async def test_names_of_tokens_are_listed_beside_the_event_loop(rig, monkeypatch):
+    list_names, threads = preprocessor.Preprocessor.list_vocabulary, []
+
+    def list_in_thread(preparer, token_ids):
+        threads.append(threading.current_thread())
+        return list_names(preparer, token_ids)
+
+    monkeypatch.setattr(preprocessor.Preprocessor, "list_vocabulary", list_in_thread)
+    answer = await tokenize(rig, model="m", prompt="hi", return_token_strs=True)
+
+    assert answer.json()["token_strs"] == ["h", "i"]
+    assert [thread is threading.main_thread() for thread in threads] == [False]

@@ -1,6 +1,7 @@
 """The classification API over HTTP."""
 
 import contextlib
+import threading
 
 import httpx
 import pytest
@@ -10,7 +11,8 @@ from dynamo.base import clock
 from dynamo.gateway import api
 from dynamo.observability import metrics
 from dynamo.runtime.http import server
-from dynamo.semantic import service
+from dynamo.semantic import config_file, service
+from dynamo.semantic.classifiers import profile
 from semantic_configs import ATTACK, CARD, COMPLETION, CONFIG, SUM, chat
 from waiting import PATIENT_S
 
@@ -261,3 +263,24 @@ async def test_description_has_every_path_and_the_bodies(client):
         assert method.lower() in described["paths"][path]
     body = described["paths"]["/api/v1/similarity"]["post"]["requestBody"]
     assert "TextPair" in body["content"]["application/json"]["schema"]["$ref"]
+
+
+async def test_long_text_is_made_ready_for_encoders_beside_the_event_loop(
+    client, routing, monkeypatch
+):
+    threads = []
+
+    async def answer(_):
+        return profile.load_profile()
+
+    def list_inputs(_):
+        threads.append(threading.current_thread())
+        return []
+
+    monkeypatch.setattr(config_file.LoadedConfig, "uses_encoders", True)
+    monkeypatch.setattr(routing, "ask_encoders_for", answer)
+    monkeypatch.setattr(routing.router, "list_inputs_for", list_inputs)
+    await classify(client, "security", text="word " * 100_000)
+
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads

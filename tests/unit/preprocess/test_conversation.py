@@ -1,9 +1,11 @@
 """Messages of the API in the form of chat templates."""
 
 import copy
+import json
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.preprocess import conversation
 
 USER = {"role": "user", "content": "Hi"}
@@ -109,3 +111,18 @@ def test_thoughts_of_a_call_are_thinking_unless_it_has_content():
 
     assert adapt(message, reads_thinking=True)["thinking"] == "hm"
     assert "thinking" not in adapt({**message, "content": "I look."}, reads_thinking=True)
+
+
+def test_arguments_of_calls_have_no_more_lists_than_a_body_may_have():
+    """In a text they are not counted before, and a template gets them decoded."""
+    few = '{"a": [' + "[]," * 150_000 + '"[[["]}'
+
+    conversation.check_messages([USER, calling(few)])
+    with pytest.raises(errors.InvalidRequest, match="300000 lists and objects"):
+        conversation.check_messages([USER, calling(few), calling(few)])
+
+
+def test_brackets_in_strings_of_arguments_are_no_lists():
+    code = json.dumps({"code": "{" * 400_000})
+
+    conversation.check_messages([USER, calling(code)])

@@ -1,6 +1,8 @@
 """Requests of the API become the one internal request."""
 
+import contextlib
 import json
+import threading
 
 import chat_templates
 import msgspec
@@ -13,7 +15,7 @@ from dynamo.frontend.apis import chat as chats
 from dynamo.frontend.apis import chat as openai_chat
 from dynamo.frontend.apis import completions
 from dynamo.frontend.apis import completions as openai_completions
-from dynamo.preprocess import options, preprocessor, tokenizer_library
+from dynamo.preprocess import conversation, options, preprocessor, tokenizer_library
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import blocks, generate, model_errors
 
@@ -536,3 +538,34 @@ async def test_chat_with_more_messages_than_tokens_is_refused_without_rendering(
 
     with pytest.raises(model_errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
         await byte_level_model.prepare_conversation(asked, "r1")
+
+
+async def test_tokens_beyond_the_context_are_not_made_a_text(byte_level_model, monkeypatch):
+    decoded = []
+    decode = byte_level_model.text.decode
+    monkeypatch.setattr(
+        byte_level_model.text, "decode", lambda packed: decoded.append(packed) or decode(packed)
+    )
+    length = byte_level_model.context_length
+    given = {"nvext": {"token_data": [5] * (3 * length)}}
+    with pytest.raises(errors.DynamoError, match="maximum context length"):
+        await byte_level_model.prepare_conversation(chat(**given), "r")
+
+    assert [blocks.count(packed) for packed in decoded] in ([], [length])
+
+
+async def test_many_calls_are_adapted_beside_the_event_loop(byte_level_model, monkeypatch):
+    adapt, threads = conversation.adapt_for_template, []
+
+    def adapt_in_thread(*arguments, **fields):
+        threads.append(threading.current_thread())
+        return adapt(*arguments, **fields)
+
+    monkeypatch.setattr(conversation, "adapt_for_template", adapt_in_thread)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for num_calls in (1, 1000):
+        said = {"role": "assistant", "content": "hi", "tool_calls": [call] * num_calls}
+        with contextlib.suppress(model_errors.ContextTooLong):
+            await byte_level_model.prepare_conversation(chat(messages=[said]), "r")
+
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

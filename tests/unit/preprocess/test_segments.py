@@ -238,3 +238,13 @@ async def test_long_new_segments_have_the_same_ids_in_a_thread(byte_level):
     packed = await byte_level.encode_prompt(text)
 
     assert packed == byte_level.encode_now([text], add_special_tokens=False)[0]
+
+
+def test_prompt_of_tokens_alone_is_cut_into_few_segments(byte_level):
+    text = "<|im_end|>" * (2 * tokenize.MAX_CUTS) + "cat"
+    cut = byte_level._cutter.cut(text)
+    (whole,) = byte_level.encode_now([text], add_special_tokens=False)
+
+    assert "".join(cut) == text
+    assert len(cut) <= tokenize.MAX_CUTS + 1
+    assert b"".join(byte_level._encode(segment) for segment in cut) == whole

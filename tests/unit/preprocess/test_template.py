@@ -10,7 +10,7 @@ import chat_templates
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import sandbox, template
+from dynamo.preprocess import inputs, sandbox, template
 from dynamo.testing import clock
 
 render = chat_templates.rendered
@@ -437,3 +437,12 @@ async def test_messages_are_forgotten_with_their_prompt():
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_template_that_becomes_too_long_a_program_is_refused():
+    """Python compiles it in one go, in which no other thread runs."""
+    source = "{{ a+b+c+d+e+f+g+h }}" * 3000
+
+    assert len(source) < inputs.MAX_TEMPLATE_CHARS
+    with pytest.raises(errors.ConfigError, match="becomes a program of"):
+        template.ChatTemplate(source, special_tokens={}, clock=clock.VirtualClock())

@@ -158,3 +158,23 @@ def test_oldest_edges_of_a_full_tree_are_looked_for_several_at_a_time():
 
     assert max_blocks - 4 <= len(store) <= max_blocks
     assert store._edges.num_looks <= 200
+
+
+def test_blocks_that_are_known_by_turns_are_not_copied_again_for_each():
+    class Blocks(list):
+        num_copied = 0
+
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            if isinstance(place, slice):
+                Blocks.num_copied += len(found)
+            return found
+
+    num_blocks = 60_000
+    store = prefix_tree.PrefixTree(num_blocks)
+    for name in range(0, num_blocks, 2):
+        store.add_blocks(1, [name])
+    store.add_blocks(2, Blocks(range(num_blocks)))
+
+    assert len(store) == num_blocks
+    assert Blocks.num_copied < num_blocks * 8192

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dynamo.semantic import config, decisions
-from dynamo.semantic.classifiers import profile
+from dynamo.semantic.classifiers import disguises, profile
 
 
 def make_table(*rules, strategy="priority", **fields):
@@ -116,3 +116,23 @@ def test_all_or_none_of_the_keywords_may_be_asked_for():
     assert match_keywords("a", keywords=["a", "b"], operator="AND") is None
     assert match_keywords("c", keywords=["a", "b"], operator="NOR") == "r"
     assert match_keywords("a", keywords=["a", "b"], operator="NOR") is None
+
+
+def test_marks_without_end_are_not_brought_into_their_order(monkeypatch):
+    """It takes a step for each two of them, in which nothing else runs."""
+    given = []
+
+    def normalize(form, text):
+        given.append(text)
+        return text
+
+    rule = config.KeywordRule(name="r", keywords=["a"], operator="OR")
+    matcher = decisions.KeywordMatcher([rule])
+    monkeypatch.setattr("unicodedata.normalize", normalize)
+    for marks in ("\u0315\u0301", "\u0301\uff9e", "\u0f73"):
+        text = "a" + marks * 10_000
+
+        matcher.match(text)
+        disguises.fold(text)
+
+    assert max(map(len, given)) < 100

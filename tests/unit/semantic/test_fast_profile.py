@@ -131,3 +131,14 @@ def test_text_of_100_000_tokens_is_read_once_in_windows_that_overlap_by_half(mon
     assert found.risk > 0.7
     assert 99_900 < read["words"] <= 101_000
     assert read["windows"] <= most_windows
+
+
+def test_question_marks_without_end_are_looked_at_once():
+    """Each looked at the rest of its line, which took the rest of the day."""
+    marks = "?" * 1_000_000
+
+    assert attacks._REQUEST.search(f"{marks}x") is None
+    assert attacks._REQUEST.search(f"x{marks}")
+    assert attacks._REQUEST.search(" ? ! ")
+    assert attacks._REQUEST.search("is it so? (yes!) ") is None
+    assert attacks._REQUEST.search("is it so?) !")

@@ -72,3 +72,9 @@ def test_failure_of_an_observing_guard_never_blocks(mode):
     ]
 
     assert {verdict.action for verdict in verdicts} == {"none" if mode == "observe" else "block"}
+
+
+def test_number_of_a_character_without_end_does_not_switch_the_guard_off():
+    text = f"&#{'9' * 5000}; {ATTACK} &#{'0' * 5000}"
+
+    assert guards.check_attack([text], GUARD, None, FAST).action == "block"

@@ -74,3 +74,19 @@ def test_item_of_an_array_is_replaced():
 def test_text_that_ends_early_is_refused(data):
     with pytest.raises(errors.InvalidRequest):
         json_splice.members(data)
+
+
+def test_strings_between_two_brackets_are_passed_over_together(monkeypatch):
+    looks = []
+    find_end = json_splice._end_of_value
+    monkeypatch.setattr(
+        json_splice, "_end_of_value", lambda *where: looks.append(where) or find_end(*where)
+    )
+    strings = ['"{', "\\", "]"] * 1000
+    data = json.dumps({"a": strings, "model": "x"}).encode()
+
+    assert json.loads(json_splice.change_object(data, {"model": b'"y"'})) == {
+        "a": strings,
+        "model": "y",
+    }
+    assert len(looks) == 4

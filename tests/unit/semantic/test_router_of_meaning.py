@@ -555,3 +555,34 @@ def test_body_without_a_model_is_refused_with_the_name_that_has_one_chosen(body)
 
 
 ROUTER = make_router()
+
+
+def test_many_texts_are_read_in_groups_but_for_the_last():
+    said = [f"word {number}" for number in range(5000)]
+    view = request_view.RequestView(chat([{"role": "user", "content": text} for text in said]))
+
+    assert view.texts[-request_view.MANY_TEXTS :] == said[-request_view.MANY_TEXTS :]
+    assert len(view.texts) < request_view.MANY_TEXTS + 50
+    assert "\n\n".join(view.texts) == "\n\n".join(said)
+
+
+def test_attack_among_many_messages_is_refused():
+    said = ["What a day."] * 1000 + [ATTACK] + ["What a day."] * 2000
+    body = chat([{"role": "user", "content": each} for each in said])
+
+    assert make_router().route(body, {}).answer is not None
+
+
+def test_prompt_of_token_ids_is_one_message():
+    body = msgspec.json.encode({"model": "general", "prompt": [7] * 1000})
+
+    assert len(request_view.RequestView(body, "completions").messages) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"input": ["a"] * 100_001}, {"prompt": [[[]]] * 150_001}, {"messages": [0.5] * 100_001}],
+)
+def test_more_messages_or_lists_than_any_request_has_are_refused(fields):
+    with pytest.raises(errors.InvalidRequest, match=r"expected at most \d00000"):
+        request_view.RequestView(msgspec.json.encode({"model": "MoM", **fields}))

@@ -486,3 +486,11 @@ def test_threshold_of_the_decision_counts_before_that_of_the_cache(
     made.route(chat(SUM), {})
 
     assert thresholds == [expected]
+
+
+def test_quotes_without_end_are_read_once():
+    """Parted in all ways, these would take the rest of the day."""
+    quotes = '"' * 1_000_000
+
+    assert question_meaning.read_signs(f"say{quotes},, now") == [f"{quotes},,"]
+    assert question_meaning.read_signs(f"say{quotes}, now") == []

@@ -9,7 +9,7 @@ from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, Operation
 from dynamo.frontend.delivery import delivery
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
 _PATH_BY_FIELD = {
     "messages": "/v1/chat/completions",
@@ -33,7 +33,7 @@ class Invocation(msgspec.Struct, frozen=True):
     queries: Any = None
 
 
-_decode = msgspec.json.Decoder(Invocation).decode
+_decode = json_body.RequestDecoder(Invocation).decode
 
 
 def operations(apis: Sequence[Operation]) -> Sequence[Operation]:
@@ -44,7 +44,7 @@ def operations(apis: Sequence[Operation]) -> Sequence[Operation]:
     async def invoke(client: exchange.Exchange) -> None:
         try:
             request = await exchange.decode_apart(client.request.body, _decode)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except errors.InvalidRequest:
             field = "messages"  # where it is decoded again, the error says what is wrong
         else:
             field = next((name for name in targets if getattr(request, name) is not None), "")

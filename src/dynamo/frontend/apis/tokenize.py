@@ -3,6 +3,7 @@
 Token counts equal those in the usage of an answer, because both come from the one preprocessor.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,11 +107,14 @@ async def tokenize(request: TokenizeRequest, model: RegisteredModel) -> Tokenize
             request.prompt, add_special_tokens=request.add_special_tokens is not False
         )
     token_ids: Sequence[int] = blocks.unpack(packed)
+    token_strs = None
+    if request.return_token_strs:  # a million of them take some tenths of a second
+        token_strs = await asyncio.to_thread(preparer.list_vocabulary, token_ids)
     return TokenizeAnswer(
         count=len(token_ids),
         max_model_len=preparer.context_length,
         tokens=list(token_ids),
-        token_strs=preparer.list_vocabulary(token_ids) if request.return_token_strs else None,
+        token_strs=token_strs,
     )
 
 

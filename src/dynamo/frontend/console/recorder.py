@@ -27,6 +27,7 @@ from dynamo.protocols import load
 from dynamo.runtime import events
 
 MAX_RECENT = 1000  # ended requests
+MAX_DECISIONS = 16  # of an ended request; one with thousands of prompts has as many
 _EXPLAINED_PER_S = 20
 _WRITE_S = 10.0  # between two writes of the usage
 _STALE_S = 5.0  # a load that is older is unknown
@@ -101,6 +102,9 @@ class ConsoleRecorder:
         for explained, hashes in request.explanations or ():
             if explained.num_blocks:
                 self.prompts.add(request.model.label, hashes)
+        if request.explanations:  # kept without the hashes, which are large
+            kept = request.explanations[:MAX_DECISIONS]
+            request.explanations = [(explained, ()) for explained, _ in kept]
 
     def wants_explanation(self) -> bool:
         """Return whether the decision for a new request is to be explained: only while a console is open."""

@@ -86,7 +86,10 @@ class LogprobReporter:
         num_sent = self._num_sent
         if self._text.stop_reason is not None:
             return [report for report, _ in self._pending if report.start < num_sent]
-        complete = [report for report, end in self._pending if end <= num_sent or is_last]
+        taken = itertools.takewhile(lambda each: is_last or each[1] <= num_sent, self._pending)
+        complete = [
+            report for report, _ in taken
+        ]  # the ends grow: none behind the first that waits
         del self._pending[: len(complete)]
         return complete
 

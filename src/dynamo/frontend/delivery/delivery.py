@@ -293,11 +293,15 @@ class Delivery(abc.ABC):
 
     def usage(self) -> sse.Usage:
         """Return the tokens so far."""
-        prompt = self._num_prompt_tokens
         completion = reasoning = 0
         for choice in self.choices:
             completion += choice.text.num_tokens
             reasoning += choice.num_reasoning_tokens
+        return self.make_usage(completion, reasoning)
+
+    def make_usage(self, completion: int, reasoning: int) -> sse.Usage:
+        """Return the usage with so many tokens of all choices."""
+        prompt = self._num_prompt_tokens
         return sse.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

@@ -22,7 +22,7 @@ class StreamDelivery(delivery.Delivery):
     """A stream of chunks, as chats and completions have it."""
 
     __slots__ = ("_begun", "_formatter", "_has_continuous_usage", "_has_metrics", "_has_stops", "_has_usage",
-                 "_piece_templates", "_templates")  # fmt: skip
+                 "_num_reasoning", "_num_tokens", "_piece_templates", "_templates")  # fmt: skip
 
     last_event = sse.DONE
 
@@ -38,6 +38,7 @@ class StreamDelivery(delivery.Delivery):
         self._has_continuous_usage = prepared.request.has_continuous_usage
         self._has_stops = bool(prepared.prompts[0].request.stop_conditions.stop)
         self._has_metrics = METRICS in prepared.annotations
+        self._num_tokens = self._num_reasoning = 0  # delivered by `_deliver_rare`, of all choices
         # None until a choice has begun, and always if its chunks carry more than text
         self._templates: list[sse.Template | None] = [None] * len(self.choices)
         self._begun: set[int] = set()  # choices with a first chunk
@@ -86,7 +87,10 @@ class StreamDelivery(delivery.Delivery):
         self.record_cached(choice, output)
         if choice.token_ids is not None:
             choice.token_ids += output.token_ids
+        num_tokens, num_reasoning = choice.text.num_tokens, choice.num_reasoning_tokens
         text, reports = choice.read(output)
+        self._num_tokens += choice.text.num_tokens - num_tokens
+        self._num_reasoning += choice.num_reasoning_tokens - num_reasoning
         pieces = choice.take_pieces(text)
         is_over = choice.is_over
         is_first = choice.index not in self._begun
@@ -163,6 +167,13 @@ class StreamDelivery(delivery.Delivery):
             chunk = self._formatter.chunk(sse.ChoicePart(index, piece))
             return sse.event({**chunk, **self._extra()})
         return template.head + sse.encode_inline(text) + template.tail
+
+    def usage(self) -> sse.Usage:
+        if (
+            self._has_continuous_usage or self._has_metrics
+        ):  # asked for each token, and no template is used
+            return self.make_usage(self._num_tokens, self._num_reasoning)
+        return super().usage()
 
     def _extra(self, *, is_last: bool = False) -> dict[str, Any]:
         """Return the fields of a chunk beside its choices. With include_usage, `usage` is null until the end."""

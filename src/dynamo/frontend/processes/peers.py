@@ -32,7 +32,7 @@ from dynamo.base import errors
 from dynamo.frontend.admission import rate_limits
 from dynamo.frontend.processes import response_store
 from dynamo.runtime.http import client as http_client
-from dynamo.runtime.http import exchange, server
+from dynamo.runtime.http import exchange, json_body, server
 
 TIMEOUT_S = 2.0
 REPORT_INTERVAL_S = 1.0
@@ -153,7 +153,7 @@ class _Continuation(msgspec.Struct, frozen=True):
         return dict.fromkeys([*filter(None, (self.previous_response_id,)), *response_ids])
 
 
-_decode_continuation = msgspec.json.Decoder(_Continuation).decode
+_decode_continuation = json_body.RequestDecoder(_Continuation).decode
 
 
 class SharedResponses:
@@ -184,7 +184,7 @@ class SharedResponses:
                     client.request.body, _decode_continuation
                 )
                 response_ids = continuation.response_ids
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except errors.InvalidRequest:
                 response_ids = ()  # the error is reported where the whole request is decoded
             for response_id in response_ids:
                 await self._fetch(response_id)

@@ -32,9 +32,14 @@ _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTENT = http.HTTPStatus.NO_CONTENT.value
 
 
-async def decode_apart(body: bytes, decode: Callable[[bytes], T]) -> T:
-    """Return the decoded body. A large one is decoded in a thread, so that the event loop goes on, one at a time."""
-    if len(body) <= SMALL_BODY_BYTES:
+async def decode_apart(
+    body: bytes, decode: Callable[[bytes], T], at_once: int = SMALL_BODY_BYTES
+) -> T:
+    """Return the decoded body. One of more bytes than `at_once` is decoded in a thread, one at a time.
+
+    So the event loop goes on.
+    """
+    if len(body) <= at_once:
         return decode(body)
     return await asyncio.get_running_loop().run_in_executor(_large_bodies, decode, body)
 
@@ -174,10 +179,10 @@ class Exchange:
         """A stream was started: it is too late for another status."""
         return self._streaming
 
-    async def decode_body(self, decode: Callable[[bytes], T]) -> T:
-        """Return the decoded body; a large one is kept no longer."""
+    async def decode_body(self, decode: Callable[[bytes], T], at_once: int = SMALL_BODY_BYTES) -> T:
+        """Return the decoded body, as `decode_apart` does; a large one is kept no longer."""
         try:
-            return await decode_apart(self.request.body, decode)
+            return await decode_apart(self.request.body, decode, at_once)
         finally:
             if len(self.request.body) > SMALL_BODY_BYTES:
                 self._drop_body()

@@ -8,6 +8,7 @@ looked up both in the types (what was expected) and in the value (what came).
 `encode_inline` is for answers: events, and other JSON that stands in a line.
 """  # decider
 
+import itertools
 import re
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -85,16 +86,17 @@ class RequestDecoder(Generic[T]):
         return request
 
 
-def check_structure(body: bytes) -> None:
-    """Raise InvalidRequest for more lists and objects than `MAX_CONTAINERS`, before memory is spent on them."""
+def check_structure(*texts: bytes) -> None:
+    """Raise InvalidRequest for more lists and objects in JSON than `MAX_CONTAINERS`, before memory is spent on them."""
     num_containers = 0
-    for start in range(0, len(body), _COUNT_STEP):  # in steps, between which other threads run
-        end = start + _COUNT_STEP
-        num_containers += body.count(b"[", start, end) + body.count(b"{", start, end)
+    for text in texts:
+        for start in range(0, len(text), _COUNT_STEP):  # in steps, between which other threads run
+            end = start + _COUNT_STEP
+            num_containers += text.count(b"[", start, end) + text.count(b"{", start, end)
     if num_containers <= MAX_CONTAINERS:  # those in texts included
         return
     num_containers = 0
-    for token in _STRING_OR_CONTAINER.finditer(body):
+    for token in itertools.chain.from_iterable(map(_STRING_OR_CONTAINER.finditer, texts)):
         num_containers += token[0] in (b"[", b"{")
         if num_containers > MAX_CONTAINERS:
             raise errors.InvalidRequest(

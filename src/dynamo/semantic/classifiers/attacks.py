@@ -63,8 +63,9 @@ _NEEDED = {  # of which a text has one, or the rule cannot match: looking for th
 _STRAY_LINE = re.compile(
     r"^[^\n|]*+\|[^\n|]*+\|[^\n]*+\n([^\n|]{12,300})\n(?=[^\n]*\|)", re.MULTILINE
 )
-_REQUEST = re.compile(  # in lower case
-    r"\b(?:your|the) (?:response|reply|answer|output)\b|\?\W*$|^\W*(?:please|what|who|when|where|which|why|how|do|"
+_REQUEST = re.compile(  # in lower case; a row of question marks is looked at once
+    r"\b(?:your|the) (?:response|reply|answer|output)\b|(?:^|\w)[^\w?]*+\?\W*+$|"
+    r"^\W*+(?:please|what|who|when|where|which|why|how|do|"
     r"don't|never|write|compose|draft|create|develop|provide|translate|give|tell|explain|describe|suggest|recommend|"
     r"summari[sz]e|identify|list|find|calculate|convert|add|remove|use|insert|include|ignore|send|click|visit|say|"
     r"print|answer|respond|repeat|encode|reverse|replace)\b"

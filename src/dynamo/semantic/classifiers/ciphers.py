@@ -51,6 +51,7 @@ LEAST_LEET = 3  # such digits and signs in a text
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}|&#[0-9A-Fa-fxX]{2,7};?")
 _LETTER = re.compile("[0-9A-Za-z]")
 _NO_CHARACTER = "\ufffd"  # what decoding puts in the place of bytes that are no UTF-8
+_ENDLESS_CODE = re.compile(r"&#\d{4000,};?")
 _LEAST_ESCAPES = 3
 _MOST_UNESCAPED = 3  # times, one within the other
 
@@ -125,7 +126,7 @@ def _undo_needed(text: str) -> str | None:
         signs = "".join(map(_unescape, set(_ESCAPE.findall(text))))
         if _LETTER.search(signs):
             return None
-        plain = parse.unquote(html.unescape(text))
+        plain = parse.unquote(_unescape_page(text))
         if plain.count(_NO_CHARACTER) > text.count(_NO_CHARACTER):
             return None
         if plain == text:
@@ -144,11 +145,16 @@ def read_escapes(text: str) -> Iterator[str]:
             yield _unescape(text[max(0, start - _BESIDE) : end + _BESIDE])
 
 
+def _unescape_page(text: str) -> str:
+    """Return a text without the escapes of pages; a number that Python does not read stands for no character."""
+    return html.unescape(_ENDLESS_CODE.sub(_NO_CHARACTER, text))
+
+
 def _unescape(piece: str) -> str:
     for _ in range(_MOST_UNESCAPED):
         if "%" in piece:
             piece = piece.replace("+", " ")
-        plain = parse.unquote(html.unescape(piece))
+        plain = parse.unquote(_unescape_page(piece))
         if plain == piece:
             break
         piece = plain

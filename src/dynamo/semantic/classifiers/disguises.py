@@ -14,6 +14,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterator
+from typing import Literal
 
 from dynamo.semantic.classifiers import ciphers, words
 
@@ -68,6 +69,14 @@ _MARKS = re.compile(
 _TAGS = {0xE0000 + code: code for code in range(0x20, 0x7F)}
 _TAG = re.compile("[\U000e0020-\U000e007e]")
 _SIGNS = re.compile(r"[^\w\s\x00-\x7f\u2010-\u2049]+")  # the marks of other scripts are among them
+# Of so many marks in a row those behind are left out: to bring n of them into their order takes n * n steps.
+_MOST_MARKS = 64
+_MARK_SIGNS = "".join(
+    sign
+    for sign in map(chr, range(0x300, 0x1FC00))
+    if unicodedata.combining(unicodedata.normalize("NFKD", sign)[0])
+)
+_MANY_MARKS = re.compile(f"[{_MARK_SIGNS}]{{{_MOST_MARKS + 1},}}")
 # Letters of other scripts, and small capitals, that look like Latin ones.
 _LOOKALIKES = str.maketrans(
     "\u0430\u0435\u043e\u0440\u0441\u0445\u0443\u0456\u0458\u0455\u04bb\u0501\u051b\u051d\u043a\u043c"
@@ -159,6 +168,13 @@ def _join_letters(text: str, match: re.Match[str]) -> str:
     return _GAP.sub("", row)
 
 
+def normalize(form: Literal["NFC", "NFKD"], text: str) -> str:
+    """Return a text in a form of Unicode, at most `_MOST_MARKS` marks in a row."""
+    if text.isascii():
+        return text
+    return unicodedata.normalize(form, _MANY_MARKS.sub(lambda run: run[0][:_MOST_MARKS], text))
+
+
 def fold(text: str) -> str:
     """Return a text without invisible characters, marks and escapes, and with look-alikes as the letters they mimic."""
     if "\\u00" in text or "\\x" in text:
@@ -168,7 +184,7 @@ def fold(text: str) -> str:
     if text.isascii():
         return text
     plain = text.translate(_TAGS) if _TAG.search(text) else text
-    plain = unicodedata.normalize("NFKD", plain)[: 2 * len(text)]
+    plain = normalize("NFKD", plain)[: 2 * len(text)]
     plain = _SIGNS.sub(_drop_marks, _MARKS.sub("", plain))
     if _OTHER_LETTERS.search(plain):
         plain = re.sub(r"[\U0001f130-\U0001f1ff]+", _fold_word, plain)

@@ -6,6 +6,8 @@ Options of how Ollama runs a model (`num_ctx`, `keep_alive` …) are hints: a wo
 
 import itertools
 import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -283,20 +285,35 @@ def _number_calls(messages: list[dict[str, Any]]) -> None:
     A result is that of the first call of its tool without one; if it names no tool, of the first call without one.
     """
     numbers = itertools.count()
-    open_calls: dict[Any, Any] = {}  # the names of tools by the ids of calls without a result
+    # the names of tools by the ids of calls without a result, and these ids by name
+    open_calls: OrderedDict[str, str] = OrderedDict()
+    ids_by_name: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+
+    def close(call_id: str) -> None:
+        called = open_calls.pop(call_id, None)
+        if called is not None:
+            del ids_by_name[called][call_id]
+
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             if isinstance(call, dict) and isinstance(call.get("function"), dict):
-                call["id"] = str(call.get("id") or f"call{next(numbers):05}")
-                open_calls[call["id"]] = call["function"].get("name")
+                call_id = call["id"] = str(call.get("id") or f"call{next(numbers):05}")
+                close(call_id)
+                open_calls[call_id] = called = _as_text(call["function"].get("name"))
+                ids_by_name[called][call_id] = None
         if message.get("role") == "tool":
-            name, call_id = message.get("name"), message.get("tool_call_id")
-            if not call_id:
-                names = itertools.islice(open_calls.items(), inputs.MAX_TOOLS)
-                call_id = next((key for key, called in names if name in (None, called)), None)
-                message |= {} if call_id is None else {"tool_call_id": call_id}
-            open_calls.pop(str(call_id), None)
+            name, result_of = message.get("name"), message.get("tool_call_id")
+            if not result_of:
+                open_ids: Iterable[str] = ids_by_name.get(_as_text(name), ())
+                open_ids = open_calls if name is None else open_ids
+                result_of = next(iter(open_ids), None)
+                message |= {} if result_of is None else {"tool_call_id": result_of}
+            close(str(result_of))
+
+
+def _as_text(name: Any) -> str:
+    return name if isinstance(name, str) else ""
 
 
 def _with_images(text: str, files: Any, place: str) -> str | list[dict[str, Any]]:

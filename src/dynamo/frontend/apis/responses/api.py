@@ -26,7 +26,7 @@ from dynamo.frontend.batches import lines
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, response_store
-from dynamo.preprocess import inputs
+from dynamo.preprocess import conversation, inputs
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange, json_body
 
@@ -95,10 +95,8 @@ class Responses:
     def count_tokens(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer with the length of a request's prompt (`POST /v1/responses/input_tokens`)."""
 
-        async def count(
-            conversation: inputs.Conversation, model: RegisteredModel
-        ) -> ResponseTokens:
-            return ResponseTokens(await tokenize.count_tokens(conversation, model))
+        async def count(asked: inputs.Conversation, model: RegisteredModel) -> ResponseTokens:
+            return ResponseTokens(await tokenize.count_tokens(asked, model))
 
         def decode(body: bytes) -> inputs.Conversation:
             return self.decode_count(self._tenant_of(client), body)
@@ -167,22 +165,20 @@ class Responses:
         else:
             _respond_unknown(client)
 
-    def list_input_items(self, client: exchange.Exchange) -> None:
+    async def list_input_items(self, client: exchange.Exchange) -> None:
         """Answer with the items of a stored response's input (`GET /v1/responses/{id}/input_items`)."""
         stored = self._store.find(_response_id(client), self._tenant_of(client))
         if stored is None:
             _respond_unknown(client)
             return
-        items = _decode_objects(stored.input_items)
         try:
             options, _ = files.page_options(client, _MAX_PAGE, _USUAL_PAGE)
-            page, has_more = _select_page(items, options)
+            encode = functools.partial(_encode_page, options)
+            body = await exchange.decode_apart(stored.input_items, encode)
         except errors.InvalidRequest as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
             return
-        ids = [item["id"] for item in page] or [None]
-        body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
-        client.respond(200, sse.encode({**body, "has_more": has_more}))
+        client.respond(200, body)
 
     def cancel(self, client: exchange.Exchange) -> None:
         """Refuse to cancel a stored response: none was made in the background (`POST …/cancel`)."""
@@ -212,16 +208,17 @@ class Responses:
         messages = request.convert_items(
             decoded.input, response_tools.list_renamed(decoded.tools or [])
         )
-        if decoded.previous_response_id is None:
-            return messages
-        stored = self._store.find(decoded.previous_response_id, tenant)
-        if stored is None:
-            raise model_errors.ResponseNotFound(
-                f"Previous response with id {decoded.previous_response_id[:100]!r} not found: answers are kept "
-                "for a limited time, unless store is false",
-                param="previous_response_id",
-            )
-        return [*_decode_objects(stored.conversation), *messages]
+        if decoded.previous_response_id is not None:
+            stored = self._store.find(decoded.previous_response_id, tenant)
+            if stored is None:
+                raise model_errors.ResponseNotFound(
+                    f"Previous response with id {decoded.previous_response_id[:100]!r} not found: answers are kept "
+                    "for a limited time, unless store is false",
+                    param="previous_response_id",
+                )
+            messages = [*_decode_objects(stored.conversation), *messages]
+        conversation.check_arguments(messages)
+        return messages
 
     def _store_turn(self, turn: ResponseConversation, response: dict[str, Any]) -> None:
         if not turn.request.is_stored:
@@ -425,6 +422,14 @@ def _instructions(decoded: request.ResponseCountRequest) -> list[dict[str, Any]]
 
 def _response_id(client: exchange.Exchange) -> str:
     return client.request.path.removeprefix(_ID_PATH).partition("/")[0]
+
+
+def _encode_page(options: lines.PageOptions, input_items: bytes) -> bytes:
+    """Return a page of these items as JSON. Raises InvalidRequest."""
+    page, has_more = _select_page(_decode_objects(input_items), options)
+    ids = [item["id"] for item in page] or [None]
+    body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
+    return sse.encode({**body, "has_more": has_more})
 
 
 def _select_page(
