@@ -217,7 +217,9 @@ class _Serving:
         self._clock = clocks.SystemClock()
         self._shells = {command.name: command.shell() for command in plan.commands}
         stop_timeout_s = max(
-            draining.stop_timeout_s(command.argv, {**os.environ, **command.environ})
+            draining.stop_timeout_s(
+                command.argv, {**os.environ, **command.environ}, command.directory
+            )
             for command in plan.commands
         )
         registration.update(stop_timeout_s=stop_timeout_s)
