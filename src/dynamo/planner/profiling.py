@@ -29,7 +29,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.planner import profile_files, profile_sweep, traffic_source
-from dynamo.planner.config import parse_duration_s
+from dynamo.planner.config import Backend, parse_duration_s
 from dynamo.planner.policies import Targets
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileClient
 from dynamo.protocols import graph_deployment
@@ -49,7 +49,7 @@ _SILENT_S = 60.0  # a worker that answers nothing for so long after a failure is
 class ProfilerConfig:
     """Measure what one worker can do, write its profile, and recommend a deployment."""
 
-    backend: str = config.option("mocker", help="engine of the worker: native, mocker, vllm …")
+    backend: Backend = config.option("mocker", help="engine of the worker")
     model: str | None = config.option(None, help="model directory or hub name")
     worker_flags: str = config.option(
         "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes="text"
@@ -167,7 +167,7 @@ class _Sweep:
         }
         settings = self._settings
         worker = ["--model", settings.model] if settings.model else []
-        worker += ["--model-name", _MODEL, *shlex.split(settings.worker_flags)]
+        worker += [*shlex.split(settings.worker_flags), "--model-name", _MODEL]  # which is asked
         argv = {
             "frontend": [
                 *("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port))
