@@ -171,7 +171,7 @@ def make_objects(options: DeployConfig) -> list[Object]:
         allocation.Allocation(),
         target=target,
         directory=source_map.FOLDER,
-        namespace=loaded.namespace,
+        namespace=loaded.namespaces[0],
         environ={},
     )
     services: dict[str, Object] = {}

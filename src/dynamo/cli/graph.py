@@ -62,13 +62,14 @@ class LoadedGraph:
     notes: Sequence[str]  # on the configuration
 
     @property
-    def namespace(self) -> str:
-        """The namespace that the decorators or the file name."""
-        for spec in self.specs:
-            args = self.values.process_settings(spec.name).get("dynamo") or {}
-            if name := args.get("namespace") or spec.namespace:
-                return str(name)
-        return "dynamo"
+    def namespaces(self) -> list[str]:
+        """The namespaces that the decorators or the file name; the services are all in the first one."""
+        args = [self.values.process_settings(spec.name).get("dynamo") or {} for spec in self.specs]
+        names = [
+            str(own.get("namespace") or spec.namespace or "")
+            for own, spec in zip(args, self.specs, strict=True)
+        ]
+        return list(filter(None, dict.fromkeys(names))) or ["dynamo"]
 
     def address_in(self, plan: commands.GraphPlan) -> serve_options.HttpConfig | None:
         """Return where the first service answers HTTP, if it does and is started. Raises ConfigError."""
@@ -131,7 +132,7 @@ def run(options: GraphConfig) -> int:
     chosen = loaded.specs
     if options.service_name is not None:
         chosen = [graph.find(loaded.specs, options.service_name)]
-    requested_namespace = options.namespace or loaded.namespace
+    requested_namespace = options.namespace or loaded.namespaces[0]
     if not instances.is_name(requested_namespace):
         raise errors.ConfigError(
             f"namespace: expected a name of a-z, 0-9, - and _, got {requested_namespace!r}"
@@ -167,6 +168,8 @@ def run(options: GraphConfig) -> int:
                 f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
             )
         notes = [*loaded.notes, *plan.notes]
+        if options.namespace is None and not joined and loaded.namespaces[1:]:
+            notes.append(f"namespaces {', '.join(loaded.namespaces)}: all services are in {namespace}")
         address = loaded.address_in(plan)
         if options.dry_run:
             for note in notes:

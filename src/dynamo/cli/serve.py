@@ -54,8 +54,7 @@ _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLL
 
 def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
-    if options.pin or options.memory_budget_gb:
-        raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
+    options.check_single()
     options.check_planner()
     engine = options.engine or engines.default_for(options.model)
     if not options.dry_run:

@@ -28,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
 CLIENTS = "__dynamo_clients__"  # attribute of a service's class while its process runs
 RESOURCES = ("cpu", "gpu", "memory")
+# of `dynamo`; the original has the last three, which have no effect
+DYNAMO_KEYS = {"namespace", "component", "enabled", "name", "component_type"}
 DYNAMO_IMAGE = os.environ.get("DYNAMO_IMAGE", "")
 """The `image` of services of NVIDIA Dynamo's examples; here `dynamo deploy --image` names it."""
 dynamo_context: dict[str, Any] = {}
@@ -140,6 +142,10 @@ def service(
         if unknown := {*(resources or {})} - {*RESOURCES}:
             raise errors.ConfigError(
                 f"{where}, resources: expected {', '.join(RESOURCES)}, got {min(unknown)!r}"
+            )
+        if unknown := {*(dynamo or {})} - DYNAMO_KEYS:
+            raise errors.ConfigError(
+                f"{where}, dynamo: expected namespace or component, got {min(unknown)!r}"
             )
         if not isinstance(workers, int) or workers < 1:
             raise errors.ConfigError(

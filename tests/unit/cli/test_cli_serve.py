@@ -117,9 +117,17 @@ def test_frontend_with_tls_is_refused_before_anything_starts(monkeypatch, models
         serve_models.serve_any(options)
 
 
-def test_options_of_several_models_are_refused_with_one():
-    with pytest.raises(errors.ConfigError, match="--pin and --memory-budget-gb: expected several"):
-        serve.serve(serve.ServeConfig(pin=("storyteller",)))
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"pin": ("storyteller",)}, "--pin"),
+        ({"memory_budget_gb": 0.0}, "--memory-budget-gb"),
+        ({"idle_minutes": 1.0}, "--idle-minutes"),
+    ],
+)
+def test_options_of_several_models_are_refused_with_one(options, flag):
+    with pytest.raises(errors.ConfigError, match=f"{flag}: expected several models, got one"):
+        serve.serve(serve.ServeConfig(**options))
 
 
 @pytest.mark.parametrize(
