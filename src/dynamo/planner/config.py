@@ -299,6 +299,9 @@ def translate(content: dict[str, Any]) -> dict[str, Any]:
 
 def _translate_policy(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the fields of the two ways to scale, which the original may run at once."""
+    for ours, theirs in (("policy", _IS_ENABLED), ("adjustment_interval", _INTERVAL_OF.values())):
+        if ours in options and (clash := sorted(options.keys() & set(theirs))):
+            raise errors.ConfigError(f"--config: expected {ours} or {clash[0]}, got both")
     is_said = bool(options.keys() & _IS_ENABLED.keys())
     enabled = [
         name

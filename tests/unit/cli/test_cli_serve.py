@@ -189,6 +189,23 @@ def test_banner_has_the_limits_and_the_address_that_flags_of_the_planner_set(mon
         )
 
 
+def test_option_of_a_planners_file_that_the_command_sets_itself_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+
+    def plan(**content):
+        more = content.pop("more", "")
+        flags = f"--config {shlex.quote(json.dumps(content))} {more}"
+        chosen = serve.ServeConfig(engine="mocker", planner=True, planner_flags=flags)
+        with state.registered("m", "m") as registration:
+            directory = engines.find_model("mocker", None)
+            return serve._Serving(chosen, directory, registration, None)._planner[1]
+
+    assert plan(ttft=300, mode="agg").ttft == "300"
+    assert plan(adjustment_interval=30, more="--adjustment-interval=5").adjustment_interval == 5
+    with pytest.raises(errors.ConfigError, match="--config: adjustment_interval: has no effect"):
+        plan(adjustment_interval=30)
+
+
 @pytest.mark.parametrize("flags", ["--tft 300", "--planner-port x", "--ttft"])
 def test_flag_that_the_planner_does_not_take_is_said_before_anything_starts(flags):
     chosen = serve.ServeConfig(engine="mocker", planner=True, dry_run=True, planner_flags=flags)
