@@ -87,12 +87,12 @@ def _check_form(name: Any, spec: Any) -> None:
 def _find_idle(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each field of a short form that is left out or has no effect."""
     planner, kvbm = spec.get("planner") or {}, spec.get("kvbm") or {}
-    for part, fields, known in (
+    for part, fields, known_names in (
         ("spec", spec, _SHORT_FIELDS),
         ("spec.kvbm", kvbm, {"enabled", "storage_tiers"}),
         ("spec.planner", planner, {"enabled", "scaling_mode", *_TARGETS}),
     ):
-        for name in sorted(fields.keys() - known):
+        for name in sorted(fields.keys() - known_names):
             yield f"{part}.{name}: there is no such field; it is left out"
     if planner.get("scaling_mode", "load_based") == "load_based":
         for name in sorted(planner.keys() & _TARGETS.keys()):

@@ -253,14 +253,14 @@ class _Serving:
         flags = ["--environment", "local"]
         flags += [text for flag, value in values.items() for text in (flag, str(value))]
         more = shlex.split(options.planner_flags)
-        given = {word.partition("=")[0] for word in more}
+        given_flags = {word.partition("=")[0] for word in more}
         flags += more
 
         def translate(content: dict[str, Any]) -> dict[str, Any]:
             translated = planner_config.translate(content)
             for flag, value in values.items():
                 name = flag.removeprefix("--").replace("-", "_")
-                if flag not in given and str(translated.get(name, value)) != str(value):
+                if flag not in given_flags and str(translated.get(name, value)) != str(value):
                     raise errors.ConfigError(
                         f"--config: {name}: has no effect, since `dynamo serve` passes {flag} {value}: leave it out, or"
                         f" give {flag} beside --config"

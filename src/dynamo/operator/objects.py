@@ -241,8 +241,8 @@ def merge(defaults: Any, overrides: Any, key: str = "") -> Any:
     """
     if isinstance(defaults, dict) and isinstance(overrides, dict):
         if key.endswith("Probe") and not _PROBE_HANDLERS.isdisjoint(overrides):
-            others = _PROBE_HANDLERS - overrides.keys()
-            defaults = {name: value for name, value in defaults.items() if name not in others}
+            handlers = _PROBE_HANDLERS - overrides.keys()
+            defaults = {name: value for name, value in defaults.items() if name not in handlers}
         return {
             name: merge(defaults[name], overrides[name], name)
             if name in defaults and name in overrides
