@@ -37,6 +37,8 @@ from dynamo.runtime import listening
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
+# of a frontend that asks its clients for TLS or a key, as this one does not
+_CLIENT_VARIABLES = ("DYN_TLS_CERT_PATH", "DYN_TLS_KEY_PATH", "DYN_TLS_CLIENT_CA_CERT_PATH", "DYN_API_KEYS_FILE")
 # of a graph; the first one's image serves our own engines, too
 _FRAMEWORKS = ("vllm", "sglang", "trtllm")
 _MOST_NAME = 40  # characters: names of pods are longer by those of their services
@@ -158,7 +160,7 @@ class _Sweep:
 
     def _specs(self) -> list[children.ChildSpec]:
         folder = self._guard.make_folder("dynamo-profile-")
-        environ = dict(os.environ) | {
+        environ = {k: v for k, v in os.environ.items() if k not in _CLIENT_VARIABLES} | {
             "DYN_DISCOVERY_BACKEND": "file",  # apart from a deployment that the environment names
             "DYN_FILE_KV": str(folder / "discovery"),
             "DYN_REQUEST_PLANE": "tcp",

@@ -313,6 +313,7 @@ class Folders:
 def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path, monkeypatch):
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "etcd")
     monkeypatch.setenv("NATS_SERVER", "nats://production:4222")
+    monkeypatch.setenv("DYN_TLS_CERT_PATH", "cert.pem")
     sweep = profiling._Sweep(
         profiling.ProfilerConfig(output=str(tmp_path)), Targets(), Folders(tmp_path)
     )
@@ -322,6 +323,7 @@ def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path
 
         assert planes == ("file", "tcp", "zmq")
         assert spec.environ["DYN_FILE_KV"] == str(tmp_path / "dynamo-profile-" / "discovery")
+        assert "DYN_TLS_CERT_PATH" not in spec.environ  # of a frontend that is asked over HTTP
 
 
 def test_profiled_worker_has_the_name_that_is_asked_whatever_its_flags_say(tmp_path):
