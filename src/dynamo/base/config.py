@@ -379,7 +379,7 @@ def _plain(hint: Any) -> Any:
 
 
 def read_file(argument: str, directory: Path = Path()) -> tuple[str, dict[str, Any]]:
-    """Return what errors call the file of --config, and its content; `argument` may be JSON itself. Raises ConfigError."""
+    """Return what errors call a file of options, and its content; `argument` may be JSON itself. Raises ConfigError."""
     try:
         is_inline = argument.lstrip().startswith("{")
         text = argument if is_inline else (directory / argument).read_text("utf-8")

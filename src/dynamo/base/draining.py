@@ -87,9 +87,7 @@ def stop_timeout_s(argv: Sequence[str], environ: Mapping[str, str], directory: s
         return STOP_MARGIN_S + stop_timeout_s(words, environ, directory)
     limit = FRONTEND if module == "dynamo.frontend" else WORKER
     return (
-        STOP_MARGIN_S
-        + limit.read_s(argv, environ, content)
-        + GRACE.read_s(argv, environ, content)
+        STOP_MARGIN_S + limit.read_s(argv, environ, content) + GRACE.read_s(argv, environ, content)
     )
 
 

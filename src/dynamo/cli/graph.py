@@ -123,7 +123,10 @@ def load(options: GraphConfig) -> LoadedGraph:
     values = values.with_overrides(options.overrides)
     values.check_names([*names, *of_others], options.file or settings.VARIABLE)
     notes = [f"{options.file}: this graph has no service {name}" for name in of_others]
-    return LoadedGraph(specs=specs, values=values, directory=directory, notes=notes)
+    loaded = LoadedGraph(specs=specs, values=values, directory=directory, notes=notes)
+    if options.namespace is None and options.join is None and loaded.namespaces[1:]:
+        notes.append(f"namespaces {', '.join(loaded.namespaces)}: all services are in the first")
+    return loaded
 
 
 def run(options: GraphConfig) -> int:
@@ -168,8 +171,6 @@ def run(options: GraphConfig) -> int:
                 f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
             )
         notes = [*loaded.notes, *plan.notes]
-        if options.namespace is None and not joined and loaded.namespaces[1:]:
-            notes.append(f"namespaces {', '.join(loaded.namespaces)}: all services are in {namespace}")
         address = loaded.address_in(plan)
         if options.dry_run:
             for note in notes:

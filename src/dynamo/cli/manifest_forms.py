@@ -214,11 +214,7 @@ def _make_planner(
     is_sla = planner.get("scaling_mode", "load_based") == "sla_based"
     args = ["--environment=kubernetes", f"--backend={backend}"]
     args += [f"--mode={'disagg' if mode == 'disaggregated' else 'agg'}"]
-    args += [
-        f"--{flag}={planner[key]}"
-        for key, flag in _TARGETS.items()
-        if key in planner
-    ]
+    args += [f"--{flag}={planner[key]}" for key, flag in _TARGETS.items() if key in planner]
     service = _short_service("planner", None, image, notes)
     if is_sla:
         args += ["--policy=sla", "--profile-results-dir=/data/profiling_results"]

@@ -79,7 +79,7 @@ class Graph:
         return f"{self.name}-{service.lower()}"
 
     def check_names(self) -> None:
-        """Raise ConfigError if a component's name is not unique, or it, the dynamo namespace or the discovery is wrong."""
+        """Raise ConfigError if a name of a component is not unique, or one, the namespace or the discovery is wrong."""
         names = [self.base_name(service) for service in self.services]
         for service, name in zip(self.services, names, strict=True):
             if names.count(name) > 1:

@@ -149,7 +149,9 @@ def _find_idle_fields(resource: Object) -> Iterator[str]:
                 "expected a number; without it the replicas stay those of minReplicas, 1 by default",
             ),
             (
-                is_scaled and not is_multinode and (service.get("scalingAdapter") or {}).get("enabled"),
+                is_scaled
+                and not is_multinode
+                and (service.get("scalingAdapter") or {}).get("enabled"),
                 "scalingAdapter",
                 "has no effect beside autoscaling, which sets the replicas",
             ),

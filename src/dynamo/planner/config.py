@@ -224,7 +224,9 @@ class PlannerConfig(component.RuntimeConfig):
         " pod belongs to, the default in such a pod; virtual: targets in discovery for a foreign orchestrator",
         implied=("DYN_PARENT_DGD_K8S_NAME", "kubernetes"),
     )
-    backend: Backend = config.option("mocker", help="local: engine of the workers")
+    backend: Backend = config.option(  # noqa: RUF009 (a declaration)
+        "mocker", help="local: engine of the workers"
+    )
     model: str | None = config.option(
         None, help="local: model directory or hub name that the workers get as --model"
     )

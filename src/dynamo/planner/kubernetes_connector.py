@@ -64,7 +64,7 @@ class KubernetesConnector:
         return prefill, decode
 
     async def scale(self, decision: Decision) -> None:
-        """Set the replicas of both services where they differ. Raises Unavailable, and ConfigError for one that is not."""
+        """Set the replicas of both services where they differ. Raises Unavailable; ConfigError if one is missing."""
         services = await self._read_services()
         for service, replicas in zip(services, decision.replicas, strict=True):
             if service is None or replicas == service[1].get("replicas", 1):

@@ -38,7 +38,12 @@ from dynamo.runtime import listening
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
 # of a frontend that asks its clients for TLS or a key, as this one does not
-_CLIENT_VARIABLES = ("DYN_TLS_CERT_PATH", "DYN_TLS_KEY_PATH", "DYN_TLS_CLIENT_CA_CERT_PATH", "DYN_API_KEYS_FILE")
+_CLIENT_VARIABLES = (
+    "DYN_TLS_CERT_PATH",
+    "DYN_TLS_KEY_PATH",
+    "DYN_TLS_CLIENT_CA_CERT_PATH",
+    "DYN_API_KEYS_FILE",
+)
 # of a graph; the first one's image serves our own engines, too
 _FRAMEWORKS = ("vllm", "sglang", "trtllm")
 _MOST_NAME = 40  # characters: names of pods are longer by those of their services
@@ -51,7 +56,9 @@ _SILENT_S = 60.0  # a worker that answers nothing for so long after a failure is
 class ProfilerConfig:
     """Measure what one worker can do, write its profile, and recommend a deployment."""
 
-    backend: Backend = config.option("mocker", help="engine of the worker")
+    backend: Backend = config.option(  # noqa: RUF009 (a declaration)
+        "mocker", help="engine of the worker"
+    )
     model: str | None = config.option(None, help="model directory or hub name")
     worker_flags: str = config.option(
         "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes="text"

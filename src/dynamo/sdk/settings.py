@@ -88,7 +88,7 @@ class ServiceConfig(dict[str, Section]):
             raise errors.ConfigError(
                 f"{service}.{_ARGS}.resources: expected {', '.join(declaration.RESOURCES)}, got {min(unknown)!r}"
             )
-        if unknown := (args.get("dynamo") or {}).keys() - declaration.DYNAMO_KEYS:
+        if unknown := (args.get("dynamo") or {}).keys() - {*declaration.DYNAMO_KEYS}:
             raise errors.ConfigError(
                 f"{service}.{_ARGS}.dynamo: expected namespace, got {min(unknown)!r}"
             )

@@ -83,7 +83,7 @@ def test_namespace_that_is_not_the_joined_one_is_named(listed, capsys):
 def test_namespaces_that_are_not_used_are_said(bare, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
     other = "--Backend.ServiceArgs.dynamo.namespace=other"
-    note = "# namespaces inference, other: all services are in "
+    note = "# namespaces inference, other: all services are in the first"
 
     assert serve_hello(other, dry_run=True) == 0
     assert note in capsys.readouterr().out
