@@ -129,7 +129,7 @@ def load_parts(
         if (implied := field.metadata.get("implied")) and environ.get(implied[0])
     }
     if path:
-        source, content = _read_file(path)
+        source, content = read_file(path)
         values |= _from_file(source, translate(content), fields, hints)
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
@@ -378,11 +378,11 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _read_file(argument: str) -> tuple[str, dict[str, Any]]:
-    """Return what errors call the file, and its content; `argument` may be JSON itself."""
+def read_file(argument: str, directory: Path = Path()) -> tuple[str, dict[str, Any]]:
+    """Return what errors call a file of options, and its content; `argument` may be JSON itself. Raises ConfigError."""
     try:
         is_inline = argument.lstrip().startswith("{")
-        text = argument if is_inline else Path(argument).read_text("utf-8")
+        text = argument if is_inline else (directory / argument).read_text("utf-8")
         is_json = text.lstrip().startswith("{")  # no TOML begins so
         content = json.loads(text) if is_json else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:

@@ -118,11 +118,20 @@ def manage(options: DeploymentConfig) -> int:
     """Do what the action says; return the exit code. Raises DynamoError."""
     if options.action in ("create", "update"):
         return deploy(options)
-    if options.dry_run:
-        raise errors.ConfigError(f"--dry-run: expected create or update, got {options.action}")
+    for name in ("dry_run", "file", "image", "with_sources"):
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise errors.ConfigError(f"{flag}: expected create or update, got {options.action}")
     if options.overrides:
         raise errors.ConfigError(
             f"unrecognized argument of {options.action}: {options.overrides[0]} (see --help)"
+        )
+    names = [each for each in (options.pipeline, options.name) if each]
+    if len(names) > (options.action != "list"):
+        number = "no name" if options.action == "list" else "one name"
+        raise errors.ConfigError(
+            f"{options.action}: expected {number} of a deployment, got {' and '.join(names)};"
+            " --namespace names the namespace of the cluster"
         )
     if options.action == "list":
         return _on_cluster(lambda cluster: _list(cluster, options.namespace))
@@ -171,7 +180,7 @@ def make_objects(options: DeployConfig) -> list[Object]:
         allocation.Allocation(),
         target=target,
         directory=source_map.FOLDER,
-        namespace=loaded.namespace,
+        namespace=loaded.namespaces[0],
         environ={},
     )
     services: dict[str, Object] = {}

@@ -62,13 +62,14 @@ class LoadedGraph:
     notes: Sequence[str]  # on the configuration
 
     @property
-    def namespace(self) -> str:
-        """The namespace that the decorators or the file name."""
-        for spec in self.specs:
-            args = self.values.process_settings(spec.name).get("dynamo") or {}
-            if name := args.get("namespace") or spec.namespace:
-                return str(name)
-        return "dynamo"
+    def namespaces(self) -> list[str]:
+        """The namespaces that the decorators or the file name; the services are all in the first one."""
+        args = [self.values.process_settings(spec.name).get("dynamo") or {} for spec in self.specs]
+        names = [
+            str(own.get("namespace") or spec.namespace or "")
+            for own, spec in zip(args, self.specs, strict=True)
+        ]
+        return list(filter(None, dict.fromkeys(names))) or ["dynamo"]
 
     def address_in(self, plan: commands.GraphPlan) -> serve_options.HttpConfig | None:
         """Return where the first service answers HTTP, if it does and is started. Raises ConfigError."""
@@ -122,7 +123,10 @@ def load(options: GraphConfig) -> LoadedGraph:
     values = values.with_overrides(options.overrides)
     values.check_names([*names, *of_others], options.file or settings.VARIABLE)
     notes = [f"{options.file}: this graph has no service {name}" for name in of_others]
-    return LoadedGraph(specs=specs, values=values, directory=directory, notes=notes)
+    loaded = LoadedGraph(specs=specs, values=values, directory=directory, notes=notes)
+    if options.namespace is None and options.join is None and loaded.namespaces[1:]:
+        notes.append(f"namespaces {', '.join(loaded.namespaces)}: all services are in the first")
+    return loaded
 
 
 def run(options: GraphConfig) -> int:
@@ -131,7 +135,7 @@ def run(options: GraphConfig) -> int:
     chosen = loaded.specs
     if options.service_name is not None:
         chosen = [graph.find(loaded.specs, options.service_name)]
-    requested_namespace = options.namespace or loaded.namespace
+    requested_namespace = options.namespace or loaded.namespaces[0]
     if not instances.is_name(requested_namespace):
         raise errors.ConfigError(
             f"namespace: expected a name of a-z, 0-9, - and _, got {requested_namespace!r}"
@@ -217,7 +221,9 @@ class _Serving:
         self._clock = clocks.SystemClock()
         self._shells = {command.name: command.shell() for command in plan.commands}
         stop_timeout_s = max(
-            draining.stop_timeout_s(command.argv, {**os.environ, **command.environ})
+            draining.stop_timeout_s(
+                command.argv, {**os.environ, **command.environ}, command.directory
+            )
             for command in plan.commands
         )
         registration.update(stop_timeout_s=stop_timeout_s)

@@ -65,6 +65,7 @@ def run(options: KubeCommandConfig) -> int:
     module = distribution.load_extra(
         "dynamo.testing.kube.cluster", feature="dynamo kube", extra="kube"
     )
+    pod_path = find_folders(options.pod_path)
     path = pathlib.Path(options.kubeconfig).absolute()
     definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
     try:
@@ -78,10 +79,18 @@ def run(options: KubeCommandConfig) -> int:
         listener=listener,
         has_node=options.node,
         backoff_s=options.backoff_s,
-        pod_path=options.pod_path,
+        pod_path=pod_path,
         custom_resources=json.loads(definitions.read_bytes()) if options.operator else (),
     )
     return asyncio.run(_serve(path, opened, has_operator=options.operator, has_node=options.node))
+
+
+def find_folders(text: str) -> str:
+    """Return the folders of --pod-path, from the root: a pod runs in a folder of its own. Raises ConfigError."""
+    folders = [pathlib.Path(part).absolute() for part in text.split(":") if part]
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise errors.ConfigError(f"--pod-path: expected folders, got {missing[0]}")
+    return ":".join(map(str, folders))
 
 
 def _handle_manifests(action: str, file: str) -> int:

@@ -5,9 +5,9 @@ apiVersion has no slash, so it belongs to Kubernetes's own group: no cluster can
 with pod templates. What cannot be expressed is said in notes, never dropped in silence; docs/kubernetes.md has a table.
 """  # decider
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ _PREFIXES = {"vllm": "Vllm", "sglang": "SGLang", "trtllm": "Trtllm"}
 _SHORT_FIELDS = {
     "version", "backend", "model", "deployment_mode", "frontend", "workers", "kvbm", "planner",
 }  # fmt: skip
+_TARGETS = {"target_ttft_ms": "ttft", "target_itl_ms": "itl"}  # of a planner, with its flags
 _HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers without a given size
 _DISK_PATH = "/kv-cache"
 
@@ -36,6 +37,10 @@ class _ShortTiers(msgspec.Struct):
     storage_tiers: list[str] = []
 
 
+class _ShortPlanner(msgspec.Struct):
+    scaling_mode: Literal["load_based", "sla_based"] = "load_based"
+
+
 class _ShortSpec(msgspec.Struct):
     """The fields of the short form that have parts."""
 
@@ -44,7 +49,7 @@ class _ShortSpec(msgspec.Struct):
     frontend: _ShortPart | None = None
     workers: _ShortPart | None = None
     kvbm: _ShortTiers | None = None
-    planner: dict[str, Any] | None = None
+    planner: _ShortPlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,21 @@ def _check_form(name: Any, spec: Any) -> None:
         raise errors.ConfigError(f"DynamoGraphDeployment {name}: {text}") from error
 
 
+def _find_idle(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of a short form that is left out or has no effect."""
+    planner, kvbm = spec.get("planner") or {}, spec.get("kvbm") or {}
+    for part, fields, known_names in (
+        ("spec", spec, _SHORT_FIELDS),
+        ("spec.kvbm", kvbm, {"enabled", "storage_tiers"}),
+        ("spec.planner", planner, {"enabled", "scaling_mode", *_TARGETS}),
+    ):
+        for name in sorted(fields.keys() - known_names):
+            yield f"{part}.{name}: there is no such field; it is left out"
+    if planner.get("scaling_mode", "load_based") == "load_based":
+        for name in sorted(planner.keys() & _TARGETS.keys()):
+            yield f"spec.planner.{name}: has no effect without scaling_mode: sla_based"
+
+
 def _convert_short(document: Document) -> ConvertedManifest:
     metadata, spec = document.get("metadata") or {}, document.get("spec") or {}
     name = metadata.get("name")
@@ -97,10 +117,7 @@ def _convert_short(document: Document) -> ConvertedManifest:
         raise errors.ConfigError(
             f"DynamoGraphDeployment {name}: spec.deployment_mode: expected aggregated or disaggregated, got {mode}"
         )
-    notes = [
-        f"spec.{name}: there is no such field; it is left out"
-        for name in sorted(spec.keys() - _SHORT_FIELDS)
-    ]
+    notes = [*_find_idle(spec)]
     tag = str(spec.get("version", "")).removeprefix("v")
     image = _IMAGE.format(_IMAGE_NAMES[backend]) + (f":{tag}" if tag else "")
     services = {"Frontend": _short_service("frontend", spec.get("frontend"), image, notes)}
@@ -197,11 +214,7 @@ def _make_planner(
     is_sla = planner.get("scaling_mode", "load_based") == "sla_based"
     args = ["--environment=kubernetes", f"--backend={backend}"]
     args += [f"--mode={'disagg' if mode == 'disaggregated' else 'agg'}"]
-    args += [
-        f"--{flag}={planner[key]}"
-        for flag, key in (("ttft", "target_ttft_ms"), ("itl", "target_itl_ms"))
-        if key in planner
-    ]
+    args += [f"--{flag}={planner[key]}" for key, flag in _TARGETS.items() if key in planner]
     service = _short_service("planner", None, image, notes)
     if is_sla:
         args += ["--policy=sla", "--profile-results-dir=/data/profiling_results"]

@@ -140,6 +140,13 @@ def plan(options: RunConfig) -> RunPlan:
     path = (options.model_path,) if options.model_path else ()
     words = read_words((*options.words, *options.further_words, *path))
     _check_effect(words.get("source", "text"), options)
+    target = words.get("target", "")
+    is_named = "model" in words or options.model_name is not None
+    if words.get("source") == "http" and workers.is_remote(target) and is_named:
+        raise errors.ConfigError(
+            f"{words.get('model') or '--model-name'}: has no effect with in=http and out={target}, where each"
+            " request names its model"
+        )
     return RunPlan(
         **{"target": engines.default_for(words.get("model")), **words},
         model_name=options.model_name,
@@ -312,14 +319,15 @@ def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.
 
 async def _serve_http(planned: RunPlan) -> None:
     """Serve the API from this process, with the workers of the plan, until a signal comes. Raises ConfigError."""
+    is_remote = workers.is_remote(planned.target)
+    endpoint = workers.endpoint_of(planned.target) if is_remote else None
     options = dataclasses.replace(
         # which has the keys, limits and certificates of the environment
         config.load(frontend_config.FrontendConfig, prog="dynamo run", argv=()),
         http_host=planned.http_host,
         http_port=planned.http_port,
-        namespace="",
+        namespace="" if endpoint is None else endpoint.namespace,
     )
-    is_remote = workers.is_remote(planned.target)
     description = "" if is_remote else f"{planned.topology.describe()}; "
     async with (
         _join(planned) as runtime,

@@ -46,6 +46,10 @@ class SemanticCommandConfig:
 
 def run(options: SemanticCommandConfig) -> int:
     """Check, explain or replay, and return the exit code. Raises ConfigError."""
+    if options.action != "replay" and options.new_config is not None:
+        raise errors.ConfigError(f"--config: has no effect with {options.action}, only with replay")
+    if options.action != "explain" and options.model != "auto":
+        raise errors.ConfigError(f"--model: has no effect with {options.action}, only with explain")
     if options.action == "replay":
         return _replay(options)
     module = distribution.load_extra("dynamo.semantic.service", feature=_FEATURE, extra="semantic")

@@ -54,8 +54,7 @@ _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLL
 
 def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
-    if options.pin or options.memory_budget_gb:
-        raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
+    options.check_single()
     options.check_planner()
     engine = options.engine or engines.default_for(options.model)
     if not options.dry_run:
@@ -253,7 +252,21 @@ class _Serving:
         }
         flags = ["--environment", "local"]
         flags += [text for flag, value in values.items() for text in (flag, str(value))]
-        flags += shlex.split(options.planner_flags)
+        more = shlex.split(options.planner_flags)
+        given_flags = {word.partition("=")[0] for word in more}
+        flags += more
+
+        def translate(content: dict[str, Any]) -> dict[str, Any]:
+            translated = planner_config.translate(content)
+            for flag, value in values.items():
+                name = flag.removeprefix("--").replace("-", "_")
+                if flag not in given_flags and str(translated.get(name, value)) != str(value):
+                    raise errors.ConfigError(
+                        f"--config: {name}: has no effect, since `dynamo serve` passes {flag} {value}: leave it out, or"
+                        f" give {flag} beside --config"
+                    )
+            return translated
+
         parts = planner_config.PlannerConfig, planner_config.ScalingConfig
         environ = self._environ
         try:
@@ -262,7 +275,7 @@ class _Serving:
                 prog=_PLANNER,
                 argv=flags,
                 environ=environ,
-                translate=planner_config.translate,
+                translate=translate,
             )
         except errors.ConfigError as error:
             raise errors.ConfigError(f"--planner-flags: {error}") from error

@@ -45,7 +45,9 @@ def serve_models(options: ServeConfig) -> int:
     names = [model_source.display_name(typed) for typed in options.models]
     _check_options(options, names)  # before the models are downloaded
     models = [_resolve(options, typed) for typed in options.models]
-    budget_gb = options.memory_budget_gb or _FREE_SHARE * host_memory.available_bytes() / 1e9
+    budget_gb = options.memory_budget_gb
+    if budget_gb is None:
+        budget_gb = _FREE_SHARE * host_memory.available_bytes() / 1e9
     servable = [
         model_turns.ServableModel(
             name=model.name, memory_gb=model.memory_gb, is_pinned=model.name in options.pin

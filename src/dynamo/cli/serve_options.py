@@ -8,6 +8,7 @@ from dynamo.base import addresses, config, errors
 from dynamo.cli import workers as cli_workers
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
+_OF_SEVERAL = ("memory_budget_gb", "pin", "idle_minutes")
 # Flags of processes that the command sets, by the option that would pass another value on.
 _SET_HERE = {
     "frontend_flags": ("--http-host", "--http-port"),
@@ -132,6 +133,13 @@ class ServeConfig(HttpConfig):
                         f"--{name.replace('_', '-')}: {flag}: is set by `dynamo serve` itself, whose own argument"
                         " MODEL, --model-name, --http-host or --http-port says it"
                     )
+
+    def check_single(self) -> None:
+        """Raise ConfigError for a flag that has an effect with several models only."""
+        for field in dataclasses.fields(self):
+            if field.name in _OF_SEVERAL and getattr(self, field.name) != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                raise errors.ConfigError(f"{flag}: expected several models, got one")
 
     def check_planner(self) -> None:
         """Raise ConfigError for flags without effect beside a planner, or without one, and for contradicting limits."""

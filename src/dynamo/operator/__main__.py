@@ -27,7 +27,7 @@ def _run() -> None:
 
 async def serve(settings: OperatorConfig) -> None:
     """Reconcile until SIGTERM or SIGINT. Raises ConfigError, Forbidden and KindMissing."""
-    settings.substitute_image("")  # a wrong table is said before anything starts
+    settings.check()
     identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
     async with connection.KubernetesConnection.open() as cluster:
         if settings.remove_webhooks:

@@ -168,6 +168,10 @@ class ServiceVolumeClaim(Resource):
     volume_access_mode: Name | None = None
     mount_point: Annotated[str, Meta(max_length=1024)] | None = None
 
+    def __post_init__(self) -> None:
+        if self.mount_point and not self.name:
+            raise ValueError("expected the name of the claim beside mountPoint")
+
 
 class VolumeMountPoint(Resource):
     """Where a claim of `pvcs` is mounted; as compilation cache of the engine with `useAsCompilationCache`."""

@@ -27,8 +27,17 @@ def find_token_name(resource: Object) -> str | None:
     """Return the name of the Secret with the token of a component that stands alone; a graph has that of its own."""
     if objects.GRAPH_LABEL in objects.labels_of(resource):
         return None
-    namespace = resource["spec"].get("dynamoNamespace") or f"dynamo-{resource['metadata']['name']}"
-    return pod_template.token_secret_name(namespace)
+    return pod_template.token_secret_name(identity.find_namespace(resource))
+
+
+def read_discovery(annotations: dict[str, str], settings: OperatorConfig) -> str:
+    """Return the discovery backend of pods: etcd or kubernetes. Raises ConfigError for another annotation."""
+    name = annotations.get(DISCOVERY_ANNOTATION, settings.used_discovery)
+    if name not in ("etcd", "kubernetes"):
+        raise errors.ConfigError(
+            f"annotation {DISCOVERY_ANNOTATION}: expected etcd or kubernetes, got {name!r}"
+        )
+    return name
 
 
 def decide(
@@ -103,7 +112,7 @@ def can_use_grove(component: ServiceComponent, resource: Object, observed: Obser
     """Return True where Grove is, unless the user refuses it or LeaderWorkerSets from before it serve already."""
     return (
         observed.has_grove
-        and _annotations(resource, component.spec).get(GROVE_ANNOTATION) != "false"
+        and _annotations(resource, component.spec).get(GROVE_ANNOTATION, "").lower() != "false"
         and not observed.owned_by(resource, "LeaderWorkerSet")
     )
 
@@ -114,12 +123,12 @@ def read_component(resource: Object, settings: OperatorConfig) -> ServiceCompone
     metadata = resource["metadata"]
     labels = objects.labels_of(resource)
     graph = labels.get(objects.GRAPH_LABEL, metadata["name"])
-    discovery = _annotations(resource, spec).get(DISCOVERY_ANNOTATION, settings.used_discovery)
+    discovery = read_discovery(_annotations(resource, spec), settings)
     return ServiceComponent(
         name=metadata["name"],
         namespace=metadata["namespace"],
         graph=graph,
-        dynamo_namespace=spec.dynamo_namespace or f"dynamo-{graph}",
+        dynamo_namespace=identity.find_namespace(resource),
         spec=spec,
         settings=settings,
         discovery=discovery,

@@ -44,7 +44,7 @@ class Graph:
     @property
     def discovery(self) -> str:
         """Return the discovery backend of the graph's pods."""
-        return self.annotations.get(component.DISCOVERY_ANNOTATION, self.settings.used_discovery)
+        return component.read_discovery(self.annotations, self.settings)
 
     @property
     def workers(self) -> list[str]:
@@ -79,7 +79,7 @@ class Graph:
         return f"{self.name}-{service.lower()}"
 
     def check_names(self) -> None:
-        """Raise ConfigError if a name of a component is not unique, or one or the dynamo namespace would not fit."""
+        """Raise ConfigError if a name of a component is not unique, or one, the namespace or the discovery is wrong."""
         names = [self.base_name(service) for service in self.services]
         for service, name in zip(self.services, names, strict=True):
             if names.count(name) > 1:
@@ -89,6 +89,7 @@ class Graph:
                     f"service {service}: the name {name} has {len(name)} characters; at most"
                     f" {api_types.MAX_DERIVED_NAME} fit: shorten the name of the deployment or of the service"
                 )
+        component.read_discovery(self.annotations, self.settings)
         identity.check_namespace(self.dynamo_namespace)
 
 

@@ -56,6 +56,14 @@ def check_namespace(dynamo_namespace: str) -> None:
         )
 
 
+def find_namespace(resource: Object) -> str:
+    """Return the dynamo namespace of a component; for one that stands alone it is named as that of a graph."""
+    spec, name = resource["spec"], resource["metadata"]["name"]
+    own = f"dynamo-{objects.labels_of(resource).get(objects.GRAPH_LABEL, name)}"
+    default = "dynamo" if spec.get("globalDynamoNamespace") else own
+    return str(spec.get("dynamoNamespace") or default)
+
+
 def make_accounts(
     owner: Object, observed: Observed, *, graph: str, discovers: bool, has_planner: bool
 ) -> Iterator[Object]:

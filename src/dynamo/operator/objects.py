@@ -38,6 +38,9 @@ _LIST_KEYS = {
 }
 
 
+_PROBE_HANDLERS = {"exec", "grpc", "httpGet", "tcpSocket"}
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """The address of an object within a namespace."""
@@ -232,8 +235,14 @@ def digest(content: Any, length: int = 8) -> str:
 
 
 def merge(defaults: Any, overrides: Any, key: str = "") -> Any:
-    """Return `overrides` laid over `defaults`: mappings field by field, lists with a merge key item by item."""
+    """Return `overrides` laid over `defaults`: mappings field by field, lists with a merge key item by item.
+
+    What a probe asks is replaced whole: a pod with two ways to ask is refused.
+    """
     if isinstance(defaults, dict) and isinstance(overrides, dict):
+        if key.endswith("Probe") and not _PROBE_HANDLERS.isdisjoint(overrides):
+            handlers = _PROBE_HANDLERS - overrides.keys()
+            defaults = {name: value for name, value in defaults.items() if name not in handlers}
         return {
             name: merge(defaults[name], overrides[name], name)
             if name in defaults and name in overrides

@@ -6,7 +6,7 @@ log, so the pod needs no rights. From it follows a DynamoGraphDeployment, which 
 changed nor made again.
 """  # decider
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -48,7 +48,7 @@ class _Hardware(msgspec.Struct):
 
 
 class _ProfilerSettings(msgspec.Struct):
-    """The part of `profilingConfig.config` that the profiler has; the original's other fields are let be."""
+    """The part of `profilingConfig.config` that the profiler has; a condition names the other fields."""
 
     sla: _Targets = msgspec.field(default_factory=_Targets)
     sweep: _Sweep = msgspec.field(default_factory=_Sweep)
@@ -162,6 +162,27 @@ def read_size(log: str) -> graph_deployment.ProfiledSize:
         return msgspec.json.decode(lines[-1] if lines else "", type=graph_deployment.ProfiledSize)
     except msgspec.MsgspecError as error:
         raise errors.ConfigError(f"the profiler's log has no recommendation: {error}") from error
+
+
+def _find_idle_fields(resource: Object) -> list[str]:
+    """Return the fields of a request that have no effect here, most of them the original's."""
+    spec = resource.get("spec") or {}
+    kinds = {"profilingConfig": _ProfilingConfig, "deploymentOverrides": _Overrides}
+    idle = [
+        field
+        for name, kind in kinds.items()
+        for field in _find_unknown(spec.get(name) or {}, kind, f"spec.{name}")
+    ]
+    return [*(["spec.enableGpuDiscovery"] if spec.get("enableGpuDiscovery") else []), *idle]
+
+
+def _find_unknown(part: Mapping[str, Any], kind: type[Any], place: str) -> Iterator[str]:
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in part.items():
+        if name not in kinds:
+            yield f"{place}.{name}"
+        elif isinstance(value, Mapping) and hasattr(kinds[name], "__struct_fields__"):
+            yield from _find_unknown(value, kinds[name], f"{place}.{name}")
 
 
 def _read_part(part: Mapping[str, Any] | None, kind: type[Any], name: str) -> Any:
@@ -306,7 +327,10 @@ def _report(
     create: tuple[Object, ...] = (),
     **status: Any,
 ) -> Reconciliation:
-    """Return the decision with conditions: true before that of the cause, which is the first that is not."""
+    """Return the decision with conditions: true before that of the cause, which is the first that is not.
+
+    The message of the first, which is of the spec, names the fields without effect.
+    """
     conditions = []
     for kind in _CONDITIONS:
         if cause is not None and kind == cause[0]:
@@ -315,8 +339,10 @@ def _report(
                 objects.make_condition(kind, False, reason, message, resource, observed.now)
             )
             break
+        idle = _find_idle_fields(resource) if kind == "Validation" else ()
+        note = f"no effect: {', '.join(idle)}" if idle else ""
         conditions.append(
-            objects.make_condition(kind, True, "Succeeded", "", resource, observed.now)
+            objects.make_condition(kind, True, "Succeeded", note, resource, observed.now)
         )
     return Reconciliation(
         status={"state": state, "conditions": conditions, **status}, create=create

@@ -20,7 +20,7 @@ from dynamo.operator.settings import OperatorConfig
 _FIELDS_OF_BETA = (
     (r"extraPodSpec\.mainContainer", "podTemplate.spec.containers[name=main]"),
     (r"spec\.services\.([^. ]+)\.componentType", r"spec.components[name=\1].type"),
-    (r"spec\.services\.([^. ]+)\.autoscaling", r"spec.components[name=\1].autoscaling"),
+    (r"spec\.services\.([^. ]+)\.(?=[a-z])", r"spec.components[name=\1]."),
     (r"spec\.services: expected at least one service", "spec.components: expected at least one"),
 )
 _TYPES = ("frontend", "worker", "planner")
@@ -106,7 +106,7 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
             "message": _in_written_version(request, str(error)),
         }
         return _answer(request, {"allowed": False, "status": status})
-    doubts = (*_find_doubtful_types(written), *_find_idle_autoscalers(written))
+    doubts = (*_find_doubtful_types(written), *_find_idle_fields(written))
     warnings = [_in_written_version(request, text) for text in doubts]
     return _answer(request, {"allowed": True} | ({"warnings": warnings} if warnings else {}))
 
@@ -130,12 +130,50 @@ def _find_doubtful_types(resource: Object) -> Iterator[str]:
             yield f"{field}: {given} is none of {', '.join(_TYPES)}; did you mean {close[0]}?"
 
 
-def _find_idle_autoscalers(resource: Object) -> Iterator[str]:
-    """Yield a warning for each multinode service with an autoscaler, of which none is made: it scales Deployments."""
-    for name, service in resource["spec"]["services"].items():
-        if service.get("multinode") and (service.get("autoscaling") or {}).get("enabled"):
-            field = f"spec.services.{name}.autoscaling"
-            yield f"{field}: has no effect on a multinode service; its replicas are those of the spec or the planner's"
+def _find_idle_fields(resource: Object) -> Iterator[str]:
+    """Yield a warning for each field of a service that has no effect beside the others."""
+    services = resource["spec"]["services"]
+    is_global = any(service.get("globalDynamoNamespace") for service in services.values())
+    for name, service in services.items():
+        scaler, is_multinode = service.get("autoscaling") or {}, bool(service.get("multinode"))
+        is_scaled = bool(scaler.get("enabled"))
+        for is_idle, field, text in (
+            (
+                is_scaled and is_multinode,
+                "autoscaling",
+                "has no effect on a multinode service; its replicas are those of the spec or the planner's",
+            ),
+            (
+                is_scaled and not is_multinode and scaler.get("maxReplicas") is None,
+                "autoscaling.maxReplicas",
+                "expected a number; without it the replicas stay those of minReplicas, 1 by default",
+            ),
+            (
+                is_scaled
+                and not is_multinode
+                and (service.get("scalingAdapter") or {}).get("enabled"),
+                "scalingAdapter",
+                "has no effect beside autoscaling, which sets the replicas",
+            ),
+            (
+                is_global and service.get("dynamoNamespace") not in (None, "dynamo"),
+                "dynamoNamespace",
+                "has no effect beside globalDynamoNamespace: the namespace of all services is dynamo",
+            ),
+            (
+                (service.get("modelRef") or {}).get("revision"),
+                "modelRef.revision",
+                "has no effect: the command of the workers says which revision they serve",
+            ),
+            (
+                (service.get("ingress") or {}).get("enabled")
+                and (service.get("componentType") or "").lower() != "frontend",
+                "ingress",
+                "leads nowhere: only the Service of a frontend has a port for it",
+            ),
+        ):
+            if is_idle:
+                yield f"spec.services.{name}.{field}: {text}"
 
 
 def answer_defaulting(review: AdmissionReview) -> Object:

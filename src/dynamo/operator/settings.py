@@ -101,6 +101,21 @@ class OperatorConfig:
             return self.discovery_backend
         return "etcd" if self.etcd_addr else "kubernetes"
 
+    def check(self) -> None:
+        """Raise ConfigError for options that cannot be read, or that would have no effect."""
+        self.substitute_image("")
+        namespace, _, name = self.webhook_service.partition("/")
+        if self.webhook_service and not (namespace and name):
+            raise errors.ConfigError(
+                f"--webhook-service {self.webhook_service}: expected NAMESPACE/NAME"
+            )
+        for flag, value in (
+            ("--webhook-service", self.webhook_service),
+            ("--webhook-certificate-dir", self.webhook_certificate_dir),
+        ):
+            if value and self.webhook_bind_address == "0" and not self.remove_webhooks:
+                raise errors.ConfigError(f"{flag}: has no effect without --webhook-bind-address")
+
     def substitute_image(self, image: str) -> str:
         """Return the image that runs in place of this one. Raises ConfigError for a table that cannot be read."""
         table = dict(IMAGES)

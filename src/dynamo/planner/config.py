@@ -21,6 +21,7 @@ from dynamo.base import config, errors
 from dynamo.planner import policies, predictors, regression_policy
 from dynamo.runtime import component
 
+Backend = Literal["native", "mocker", "vllm", "sglang", "trtllm", "llamacpp"]
 _LEAST_TTFT_MS, _LEAST_ITL_MS = 10.0, 1.0
 _UNITS_MS = {"ms": 1.0, "s": 1000.0}
 
@@ -223,8 +224,8 @@ class PlannerConfig(component.RuntimeConfig):
         " pod belongs to, the default in such a pod; virtual: targets in discovery for a foreign orchestrator",
         implied=("DYN_PARENT_DGD_K8S_NAME", "kubernetes"),
     )
-    backend: str = config.option(
-        "mocker", help="local: engine of the workers: native, mocker, vllm …"
+    backend: Backend = config.option(  # noqa: RUF009 (a declaration)
+        "mocker", help="local: engine of the workers"
     )
     model: str | None = config.option(
         None, help="local: model directory or hub name that the workers get as --model"
@@ -300,6 +301,9 @@ def translate(content: dict[str, Any]) -> dict[str, Any]:
 
 def _translate_policy(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the fields of the two ways to scale, which the original may run at once."""
+    for ours, theirs in (("policy", _IS_ENABLED), ("adjustment_interval", _INTERVAL_OF.values())):
+        if ours in options and (clash := sorted(options.keys() & set(theirs))):
+            raise errors.ConfigError(f"--config: expected {ours} or {clash[0]}, got both")
     is_said = bool(options.keys() & _IS_ENABLED.keys())
     enabled = [
         name

@@ -64,7 +64,7 @@ class KubernetesConnector:
         return prefill, decode
 
     async def scale(self, decision: Decision) -> None:
-        """Set the replicas of both services where they differ. Raises Unavailable, ConfigError."""
+        """Set the replicas of both services where they differ. Raises Unavailable; ConfigError if one is missing."""
         services = await self._read_services()
         for service, replicas in zip(services, decision.replicas, strict=True):
             if service is None or replicas == service[1].get("replicas", 1):
@@ -80,6 +80,14 @@ class KubernetesConnector:
                 changes = {"spec": {"services": {name: {"replicas": replicas}}}}
                 await self._kubernetes.patch(
                     API_VERSION, GRAPH, self._graph_name, changes, self._namespace
+                )
+        for pool, service, replicas in zip(
+            ("prefill", "decode"), services, decision.replicas, strict=True
+        ):
+            if service is None and replicas:
+                raise errors.ConfigError(
+                    f"{self._graph_name} has no {pool} service, of which {replicas} workers are wanted: add one, or"
+                    " choose another --mode"
                 )
 
     async def find_frontends(self, url: str) -> Sequence[str]:

@@ -29,7 +29,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.planner import profile_files, profile_sweep, traffic_source
-from dynamo.planner.config import parse_duration_s
+from dynamo.planner.config import Backend, parse_duration_s
 from dynamo.planner.policies import Targets
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileClient
 from dynamo.protocols import graph_deployment
@@ -37,6 +37,13 @@ from dynamo.runtime import listening
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
+# of a frontend that asks its clients for TLS or a key, as this one does not
+_CLIENT_VARIABLES = (
+    "DYN_TLS_CERT_PATH",
+    "DYN_TLS_KEY_PATH",
+    "DYN_TLS_CLIENT_CA_CERT_PATH",
+    "DYN_API_KEYS_FILE",
+)
 # of a graph; the first one's image serves our own engines, too
 _FRAMEWORKS = ("vllm", "sglang", "trtllm")
 _MOST_NAME = 40  # characters: names of pods are longer by those of their services
@@ -49,7 +56,9 @@ _SILENT_S = 60.0  # a worker that answers nothing for so long after a failure is
 class ProfilerConfig:
     """Measure what one worker can do, write its profile, and recommend a deployment."""
 
-    backend: str = config.option("mocker", help="engine of the worker: native, mocker, vllm …")
+    backend: Backend = config.option(  # noqa: RUF009 (a declaration)
+        "mocker", help="engine of the worker"
+    )
     model: str | None = config.option(None, help="model directory or hub name")
     worker_flags: str = config.option(
         "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes="text"
@@ -158,7 +167,7 @@ class _Sweep:
 
     def _specs(self) -> list[children.ChildSpec]:
         folder = self._guard.make_folder("dynamo-profile-")
-        environ = dict(os.environ) | {
+        environ = {k: v for k, v in os.environ.items() if k not in _CLIENT_VARIABLES} | {
             "DYN_DISCOVERY_BACKEND": "file",  # apart from a deployment that the environment names
             "DYN_FILE_KV": str(folder / "discovery"),
             "DYN_REQUEST_PLANE": "tcp",
@@ -167,7 +176,7 @@ class _Sweep:
         }
         settings = self._settings
         worker = ["--model", settings.model] if settings.model else []
-        worker += ["--model-name", _MODEL, *shlex.split(settings.worker_flags)]
+        worker += [*shlex.split(settings.worker_flags), "--model-name", _MODEL]  # which is asked
         argv = {
             "frontend": [
                 *("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port))

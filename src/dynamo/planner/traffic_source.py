@@ -237,6 +237,10 @@ class FrontendSource:
     ) -> None:
         self.frontend_load = FrontendLoad()
         self._urls = urls
+        if not urls:
+            raise errors.ConfigError(
+                "--frontend-url, or DYN_PLANNER_FRONTEND_URL: expected at least one frontend, got none"
+            )
         for url in urls:
             client.split_url(url)
         self._model = model

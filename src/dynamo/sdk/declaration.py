@@ -28,6 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
 CLIENTS = "__dynamo_clients__"  # attribute of a service's class while its process runs
 RESOURCES = ("cpu", "gpu", "memory")
+# of `dynamo`; the original has the last three, which have no effect
+DYNAMO_KEYS = ("namespace", "component", "enabled", "name", "component_type")
+_KEYS = {"dynamo": DYNAMO_KEYS, "resources": RESOURCES}
 DYNAMO_IMAGE = os.environ.get("DYNAMO_IMAGE", "")
 """The `image` of services of NVIDIA Dynamo's examples; here `dynamo deploy --image` names it."""
 dynamo_context: dict[str, Any] = {}
@@ -132,15 +135,15 @@ def service(
                 raise errors.ConfigError(
                     f"{where}, {argument}: expected keys with values, got {value!r:.60}"
                 )
+            if unknown := {*(value or {})} - {*_KEYS[argument]}:
+                raise errors.ConfigError(
+                    f"{where}, {argument}: expected {', '.join(_KEYS[argument])}, got {min(unknown)!r}"
+                )
         for key, value in defaults.items():
             if not _is_json(value):
                 raise errors.ConfigError(
                     f"{where}, {key}: expected a value that JSON has, got {value!r:.60}"
                 )
-        if unknown := {*(resources or {})} - {*RESOURCES}:
-            raise errors.ConfigError(
-                f"{where}, resources: expected {', '.join(RESOURCES)}, got {min(unknown)!r}"
-            )
         if not isinstance(workers, int) or workers < 1:
             raise errors.ConfigError(
                 f"{where}, workers: expected a number of at least 1, got {workers!r}"

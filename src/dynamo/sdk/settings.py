@@ -24,7 +24,6 @@ from dynamo.sdk import declaration
 VARIABLE = "DYNAMO_SERVICE_CONFIG"
 COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
 _ARGS_WITH_KEYS = ("resources", "dynamo", "environment")
-_UNUSED = ("enabled", "name", "component", "component_type")  # the original's files have them
 DEFAULT_PORT, _LAST_PORT = 8000, 65_535
 Section = dict[str, Any]
 
@@ -89,7 +88,7 @@ class ServiceConfig(dict[str, Section]):
             raise errors.ConfigError(
                 f"{service}.{_ARGS}.resources: expected {', '.join(declaration.RESOURCES)}, got {min(unknown)!r}"
             )
-        if unknown := (args.get("dynamo") or {}).keys() - {"namespace", *_UNUSED}:
+        if unknown := (args.get("dynamo") or {}).keys() - {*declaration.DYNAMO_KEYS}:
             raise errors.ConfigError(
                 f"{service}.{_ARGS}.dynamo: expected namespace, got {min(unknown)!r}"
             )

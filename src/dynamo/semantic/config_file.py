@@ -7,7 +7,7 @@ the original passes over it. Nothing in a file can run away: its size, depth and
 import dataclasses
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class LoadedConfig:
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
     embedder: Path | None = None  # the directory of the embedding model, where one is needed
     tools: list[tool_database.DatabaseTool] = field(default_factory=list)
+    name_key: Callable[[str], str] = str  # of v0.1 at the begin of a text: the one in the file
 
     @property
     def uses_process(self) -> bool:
@@ -122,7 +123,7 @@ def parse(
     except errors.ConfigError as error:
         raise errors.ConfigError(translation.name_key(str(error))) from error
     notes = (*translation.notes, *map(translation.name_key, loaded.notes))
-    return dataclasses.replace(loaded, notes=notes)
+    return dataclasses.replace(loaded, notes=notes, name_key=translation.name_key)
 
 
 def parse_change(

@@ -218,8 +218,12 @@ class RoutingService:
             )
         if not settings.semantic_cache.directory:
             return
-        directory = config.find_file("semantic_cache.directory", settings.semantic_cache.directory)
-        self._cache_file = cache_file.CacheFile(directory, self._clock)
+        try:
+            named = settings.semantic_cache.directory
+            directory = config.find_file("semantic_cache.directory", named)
+            self._cache_file = cache_file.CacheFile(directory, self._clock)
+        except errors.ConfigError as error:
+            raise errors.ConfigError(self.router.loaded.name_key(str(error))) from error
         self._cache_file.follow(self.router.cache, cache_file.make_origin(settings))
 
     def _reopen_storage(self) -> None:

@@ -135,7 +135,11 @@ class PlanConfig:
         return observation.Replicas(int(head), int(tail[:-1]))
 
     def check(self) -> None:
-        """Raise ConfigError for workers that the budget or the mode does not allow."""
+        """Raise ConfigError for unknown names, and for workers that the budget or the mode does not allow."""
+        if unknown := [name for name in self.policy if name not in plan_policies.NAMES]:
+            names = ", ".join(plan_policies.NAMES)
+            raise errors.ConfigError(f"--policy {unknown[0]}: expected one of {names}")
+        predictors.make_predictor(self.load_predictor, predictors.DEFAULT_WINDOW)  # checks the name
         least = 2 if self.mode == "disagg" else 1
         if self.max_gpu_budget < least:
             raise errors.ConfigError(

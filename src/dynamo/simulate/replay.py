@@ -93,6 +93,11 @@ def run(
     paths = [Path(name) for name in settings.trace]
     rows, num_failed = [], 0
     if recorded.is_recorded(paths[0]):
+        if settings.trace_block_size != workload.TRACE_BLOCK_SIZE:
+            raise errors.ConfigError(
+                f"--trace-block-size {settings.trace_block_size}: has no effect on {paths[0]}, which names"
+                " its own"
+            )
         traffic = recorded.read_traffic(paths, model=settings.model, limit=settings.limit)
         rows.append(summarise_record(traffic))
         num_failed = sum(request.error_type is not None for request in traffic.requests)

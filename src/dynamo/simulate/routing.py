@@ -119,6 +119,13 @@ class SimulateConfig(BatchWorkersConfig):
             raise errors.ConfigError(
                 "expected --trace FILE, or --engine batch for a synthetic workload"
             )
+        if self.engine == "fcfs" and self.host_tokens:
+            raise errors.ConfigError(
+                f"--host-tokens {self.host_tokens}: expected --engine batch, fcfs has no tiers"
+            )
+        if self.trace is None and (self.spread or self.limit is not None):
+            flag = "--spread" if self.spread else f"--limit {self.limit}"
+            raise errors.ConfigError(f"{flag}: expected --trace FILE, whose requests it is for")
 
 
 def check_policies(names: tuple[str, ...]) -> None:

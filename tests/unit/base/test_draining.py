@@ -45,3 +45,44 @@ def test_process_may_take_as_long_as_its_last_setting_says(environ, argv, drain_
 )
 def test_planner_may_take_longer_than_its_workers(flags, drain_s):
     assert draining.stop_timeout_s((*PLANNER, *flags), {}) == drain_s + 2 * draining.STOP_MARGIN_S
+
+
+@pytest.mark.parametrize(
+    ("content", "environ", "flags", "drain_s"),
+    [
+        ("graceful_shutdown_timeout = 120", {}, (), 120),
+        ("graceful_shutdown_timeout_s = 120\ngrace_period_s = 7.5", {}, (), 127.5),
+        ('{"graceful_shutdown_grace_period": "7"}', {}, (), 37),
+        ("graceful_shutdown_timeout = 120", {}, ("--graceful-shutdown-timeout", "90"), 90),
+        (
+            "graceful_shutdown_timeout = 120",
+            {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "60"},
+            (),
+            60,
+        ),
+        ("graceful_shutdown_timeout = [120]", {}, (), 30),  # which the worker refuses
+        ("no TOML", {}, (), 30),
+    ],
+)
+def test_process_may_take_as_long_as_its_file_says(tmp_path, content, environ, flags, drain_s):
+    (tmp_path / "options").write_text(content)
+    argv = (*WORKER, "--config", "options", *flags)
+
+    timeout_s = draining.stop_timeout_s(argv, environ, str(tmp_path))
+
+    assert timeout_s == drain_s + draining.STOP_MARGIN_S
+
+
+def test_process_may_take_as_long_as_its_json_says():
+    argv = (*FRONTEND, '--config={"http_graceful_shutdown_timeout_secs": 80}')
+
+    assert draining.stop_timeout_s(argv, {}) == 80 + draining.STOP_MARGIN_S
+    assert draining.stop_timeout_s((*argv, "--config", "/no/such/file"), {}) == 10
+
+
+def test_planner_takes_the_flags_of_its_workers_from_its_file_too():
+    file = '{"worker_flags": "--graceful-shutdown-timeout 90"}'
+
+    timeout_s = draining.stop_timeout_s((*PLANNER, "--config", file), {})
+
+    assert timeout_s == 90 + 2 * draining.STOP_MARGIN_S

@@ -442,6 +442,22 @@ def test_name_that_kubernetes_refuses_is_refused_before(home, name):
             ),
             "unrecognized argument of delete: --nmaespace=b",
         ),
+        (
+            lambda: deployment.manage(
+                deployment.DeploymentConfig(action="get", pipeline="a", image="i:1")
+            ),
+            "--image: expected create or update, got get",
+        ),
+        (
+            lambda: deployment.manage(deployment.DeploymentConfig(action="list", name="there")),
+            "list: expected no name of a deployment, got there; --namespace names the namespace",
+        ),
+        (
+            lambda: deployment.manage(
+                deployment.DeploymentConfig(action="delete", pipeline="a", name="b")
+            ),
+            "delete: expected one name of a deployment, got a and b",
+        ),
         (lambda: processes.show_logs(processes.LogsConfig(name="x" * 300)), r"no log of x+ \(File"),
         (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
         (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),

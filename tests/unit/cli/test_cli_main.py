@@ -298,3 +298,13 @@ async def test_started_cluster_names_a_deployment_that_needs_no_model(
     (file,) = re.findall(r"kubectl apply -f (\S+)", capsys.readouterr().out)
     commands = re.findall(r"-m, (dynamo\.\w+)", (ROOT / file).read_text())
     assert commands == ["dynamo.mocker"]
+
+
+def test_folders_of_pods_are_found_from_the_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+
+    assert kube.find_folders(f"bin::{tmp_path}") == f"{tmp_path}/bin:{tmp_path}"
+    assert kube.find_folders("") == ""
+    with pytest.raises(errors.ConfigError, match=f"--pod-path: expected folders, got {tmp_path}/b"):
+        kube.find_folders("bin:bim")

@@ -117,9 +117,17 @@ def test_frontend_with_tls_is_refused_before_anything_starts(monkeypatch, models
         serve_models.serve_any(options)
 
 
-def test_options_of_several_models_are_refused_with_one():
-    with pytest.raises(errors.ConfigError, match="--pin and --memory-budget-gb: expected several"):
-        serve.serve(serve.ServeConfig(pin=("storyteller",)))
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"pin": ("storyteller",)}, "--pin"),
+        ({"memory_budget_gb": 0.0}, "--memory-budget-gb"),
+        ({"idle_minutes": 1.0}, "--idle-minutes"),
+    ],
+)
+def test_options_of_several_models_are_refused_with_one(options, flag):
+    with pytest.raises(errors.ConfigError, match=f"{flag}: expected several models, got one"):
+        serve.serve(serve.ServeConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +187,23 @@ def test_banner_has_the_limits_and_the_address_that_flags_of_the_planner_set(mon
             "0 to 3, by load; the first request starts one;"
             " decisions at http://[::1]:9321/planner/decisions"
         )
+
+
+def test_option_of_a_planners_file_that_the_command_sets_itself_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+
+    def plan(**content):
+        more = content.pop("more", "")
+        flags = f"--config {shlex.quote(json.dumps(content))} {more}"
+        chosen = serve.ServeConfig(engine="mocker", planner=True, planner_flags=flags)
+        with state.registered("m", "m") as registration:
+            directory = engines.find_model("mocker", None)
+            return serve._Serving(chosen, directory, registration, None)._planner[1]
+
+    assert plan(ttft=300, mode="agg").ttft == "300"
+    assert plan(adjustment_interval=30, more="--adjustment-interval=5").adjustment_interval == 5
+    with pytest.raises(errors.ConfigError, match="--config: adjustment_interval: has no effect"):
+        plan(adjustment_interval=30)
 
 
 @pytest.mark.parametrize("flags", ["--tft 300", "--planner-port x", "--ttft"])

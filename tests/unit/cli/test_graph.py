@@ -80,6 +80,17 @@ def test_namespace_that_is_not_the_joined_one_is_named(listed, capsys):
     assert "DYN_NAMESPACE=a" in capsys.readouterr().out
 
 
+def test_namespaces_that_are_not_used_are_said(bare, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    other = "--Backend.ServiceArgs.dynamo.namespace=other"
+    note = "# namespaces inference, other: all services are in the first"
+
+    assert serve_hello(other, dry_run=True) == 0
+    assert note in capsys.readouterr().out
+    assert serve_hello(other, namespace="inference", dry_run=True) == 0
+    assert note not in capsys.readouterr().out
+
+
 def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -84,6 +84,17 @@ def test_short_disaggregated_form_with_tiers_and_planner():
         assert words in notes
 
 
+def test_fields_of_parts_of_the_short_form_without_effect_are_said():
+    planner = {"enabled": True, "target_itl_ms": 50, "min_workers": 2}
+    converted = manifest_forms.convert(short(planner=planner, kvbm={"host_gb": 8}))
+
+    assert converted.notes == [
+        "spec.kvbm.host_gb: there is no such field; it is left out",
+        "spec.planner.min_workers: there is no such field; it is left out",
+        "spec.planner.target_itl_ms: has no effect without scaling_mode: sla_based",
+    ]
+
+
 BETA = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment", "metadata": {}}
 
 
@@ -93,6 +104,7 @@ BETA = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment", "me
         ({**SHORT, "spec": {"backend": "vllm"}}, "spec.model is missing"),
         (short(backend="jax"), "expected vllm, sglang, trtllm, got jax"),
         (short(deployment_mode="both"), "aggregated or disaggregated, got both"),
+        (short(planner={"scaling_mode": "sla"}), "'sla' - at `spec.planner.scaling_mode`"),
         (short(workers=[1]), "got `array` - at `spec.workers`"),
         (short(workers={"replicas": -1}), "Expected `int` >= 0 - at `spec.workers.replicas`"),
         (short(frontend={"resources": {"limits": 1}}), r"at `spec.frontend.resources\[...\]`"),

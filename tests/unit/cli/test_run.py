@@ -154,6 +154,32 @@ async def test_http_api_has_the_keys_and_limits_of_the_environment(monkeypatch):
     assert seen[0].namespace == ""  # all models that this process serves
 
 
+@pytest.mark.parametrize(
+    ("words", "options", "says"),
+    [
+        (("in=http", "out=auto", "some/model"), {}, "some/model: has no effect with in=http and o"),
+        (("in=http", "out=dyn://a.b.c"), {"model_name": "m"}, "--model-name: has no effect with"),
+    ],
+)
+def test_model_of_workers_elsewhere_is_refused_where_requests_name_it(words, options, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        run.plan(run.RunConfig(words=words, **options))
+    assert run.plan(run.RunConfig(words=words[:2])).model is None
+
+
+@pytest.mark.parametrize(("target", "namespace"), [("dyn://a.b.c", "a"), ("auto", "")])
+async def test_api_serves_the_models_of_the_namespace_that_is_named(monkeypatch, target, namespace):
+    def look(options, runtime):
+        assert options.namespace == namespace
+        raise errors.ConfigError("seen")
+
+    monkeypatch.setenv("DYN_NAMESPACE", "other")
+    monkeypatch.setattr(run, "_join", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(run.service, "Frontend", look)
+    with pytest.raises(errors.ConfigError, match="seen"):
+        await run._serve_http(run.plan(run.RunConfig(words=("in=http", f"out={target}"))))
+
+
 def test_flags_of_earlier_releases_name_the_model_and_its_length():
     flags = ["in=dyn://a.b.c", "--model-path", "m", "--model-name", "n", "--context-length", "99"]
     planned = run.plan(config.load(run.RunConfig, prog="dynamo run", argv=flags))

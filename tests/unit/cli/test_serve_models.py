@@ -25,6 +25,7 @@ def models(tmp_path):
     ("flags", "message"),
     [
         (["--memory-budget-gb", "0.5"], "alpha can never be loaded: it takes about 1.0 GB, of 0.5"),
+        (["--memory-budget-gb", "0"], "alpha can never be loaded: it takes about 1.0 GB, of 0.0"),
         (["--pin", "gamma"], "--pin gamma: expected one of the models alpha, beta"),
         (["--planner"], "--planner is for one model, got 2"),
         (["--model-name", "m"], "--model-name is for one model, got 2"),

@@ -180,8 +180,9 @@ def test_deployment_on_gangs_is_ready_with_all_of_them():
         assert cluster.ready()["status"] == str(num_available == 3)
 
 
-def test_grove_may_be_refused_and_takes_over_nothing_that_serves():
-    refused = settled(multinode_graph(**{"enable-grove": "false"}), has_grove=True, enable_lws=True)
+@pytest.mark.parametrize("refusal", ["false", "False"])
+def test_grove_may_be_refused_and_takes_over_nothing_that_serves(refusal):
+    refused = settled(multinode_graph(**{"enable-grove": refusal}), has_grove=True, enable_lws=True)
     cluster = settled(multinode_graph(), enable_lws=True)
     cluster.has_grove = True  # installed later
     cluster.settle()
@@ -273,6 +274,73 @@ def test_user_settings_go_beyond_defaults_graph_and_service():
     assert template["spec"]["terminationGracePeriodSeconds"] == 7
     assert template["metadata"]["labels"]["team"] == "llm"
     assert template["metadata"]["annotations"] == {"note": "x"}
+
+
+def test_probe_of_the_main_container_replaces_what_the_default_one_asks():
+    service = worker()
+    service["extraPodSpec"]["mainContainer"] |= {
+        "livenessProbe": {"exec": {"command": ["true"]}, "periodSeconds": 7},
+        "readinessProbe": {"httpGet": {"path": "/own"}},
+        "startupProbe": {"failureThreshold": 500},
+    }
+    container = main_of(settled(make_graph(services={"Decode": service})), "g-decode")
+
+    liveness = container["livenessProbe"]
+    assert (liveness["exec"], liveness["periodSeconds"]) == ({"command": ["true"]}, 7)
+    assert "httpGet" not in liveness
+    assert container["readinessProbe"]["httpGet"] == {"path": "/own", "port": "system"}
+    assert container["startupProbe"]["httpGet"]["path"] == "/live"
+    assert container["startupProbe"]["failureThreshold"] == 500
+
+
+def test_another_discovery_than_the_two_is_refused():
+    graph = make_graph()
+    graph["metadata"]["annotations"] = {component.DISCOVERY_ANNOTATION: "kubernets"}
+
+    message = settled(graph).ready()["message"]
+
+    assert "dynamo-discovery-backend: expected etcd or kubernetes, got 'kubernets'" in message
+
+
+def test_claim_without_a_name_is_refused():
+    cluster = settled(make_graph(services={"Decode": worker(pvc={"mountPoint": "/models"})}))
+
+    assert "expected the name of the claim beside mountPoint" in cluster.ready()["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "dynamo-c"),
+        ({"globalDynamoNamespace": True}, "dynamo"),
+        ({"globalDynamoNamespace": True, "dynamoNamespace": "own"}, "own"),
+    ],
+)
+def test_component_that_stands_alone_is_in_the_namespace_that_it_asks_for(fields, expected):
+    metadata = {"name": "c", "namespace": "default"}
+    resource = {"metadata": metadata, "spec": {**worker(), **fields}}
+    read = component.read_component(resource, OperatorConfig())
+
+    assert read.dynamo_namespace == expected
+    assert component.find_token_name(resource) == f"{expected}-cluster-token"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"webhook_service": "dynamo"}, "--webhook-service dynamo: expected NAMESPACE/NAME"),
+        ({"webhook_certificate_dir": "/c"}, "--webhook-certificate-dir: has no effect without"),
+        ({"image_table": ("a",)}, "--image-table a: expected FROM=TO"),
+    ],
+)
+def test_options_of_the_operator_that_could_not_work_are_refused(options, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        OperatorConfig(**options).check()
+
+
+def test_options_of_webhooks_that_work_are_taken():
+    OperatorConfig(webhook_service="a/b", webhook_bind_address=":9443").check()
+    OperatorConfig(webhook_service="a/b", remove_webhooks=True).check()
 
 
 def test_grace_period_follows_from_the_drain_limit():

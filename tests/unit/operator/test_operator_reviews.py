@@ -153,3 +153,37 @@ def test_deployment_of_another_form_gets_no_defaults_and_is_left_to_the_schema(s
     response = reviews.answer_defaulting(reviews.AdmissionReview(request))["response"]
 
     assert response == {"uid": "u", "allowed": True}
+
+
+SCALED = {"autoscaling": {"enabled": True, "maxReplicas": 3}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"autoscaling": {"enabled": True, "minReplicas": 2}}, "autoscaling.maxReplicas"),
+        ({**SCALED, "scalingAdapter": {"enabled": True}}, "scalingAdapter"),
+        ({"globalDynamoNamespace": True, "dynamoNamespace": "own"}, "dynamoNamespace"),
+        ({"modelRef": {"name": "m", "revision": "r"}}, "modelRef.revision"),
+        ({"ingress": {"enabled": True, "host": "h.example"}}, "ingress"),
+    ],
+)
+def test_field_that_has_no_effect_beside_others_gets_a_warning(fields, field):
+    graph = make_graph(services={"A": worker(**fields)})
+    (warning,), (beta,) = (
+        validate(graph, version=version)["warnings"] for version in ("v1alpha1", "v1beta1")
+    )
+
+    assert warning.startswith(f"spec.services.A.{field}: ")
+    assert beta.startswith(f"spec.components[name=A].{field}: ")
+
+
+def test_fields_that_have_an_effect_get_no_warning():
+    multinode = {"multinode": {"nodeCount": 2}, "scalingAdapter": {"enabled": True}}
+    services = {
+        "A": frontend(ingress={"enabled": True}, globalDynamoNamespace=True),
+        "B": worker(**SCALED, modelRef={"name": "m"}, dynamoNamespace="dynamo"),
+        "C": worker(**multinode),
+    }
+
+    assert "warnings" not in validate(make_graph(services=services))

@@ -243,3 +243,33 @@ def test_request_that_was_changed_meanwhile_does_not_get_what_was_measured_befor
     after = objects.Observed(now="", pods=[pod])  # its pods go after the Job
     (again,) = profiling_requests.decide(changed, after, OperatorConfig(), "").create
     assert "other" in again["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_fields_without_effect_are_named_where_the_specification_is_found_valid():
+    profiling = {
+        "configMapRef": {"name": "c"},
+        "outputPVC": "p",
+        "profilerImage": "i",
+        "resources": {"limits": {"memory": "1Gi"}},
+        "config": {"sla": {"isl": 9, "tft": 1}, "hardware": {"numGpusPerNode": 8}, "engine": {}},
+    }
+    overrides = {"workersImage": "i", "workerImage": "j"}
+    idle = {"enableGpuDiscovery": True, "deploymentOverrides": overrides}
+    first, *_ = decide(make_request(profilingConfig=profiling, **idle)).status["conditions"]
+
+    assert first["status"] == "True"
+    assert first["message"].removeprefix("no effect: ").split(", ") == [
+        "spec.enableGpuDiscovery",
+        "spec.profilingConfig.configMapRef",
+        "spec.profilingConfig.outputPVC",
+        "spec.profilingConfig.config.sla.tft",
+        "spec.profilingConfig.config.hardware.numGpusPerNode",
+        "spec.profilingConfig.config.engine",
+        "spec.deploymentOverrides.workerImage",
+    ]
+
+
+def test_request_whose_fields_all_count_has_no_note():
+    first, *_ = decide(make_request(enableGpuDiscovery=False)).status["conditions"]
+
+    assert first["message"] == ""

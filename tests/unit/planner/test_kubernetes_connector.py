@@ -196,6 +196,20 @@ def test_scaling_adapter_is_used_where_the_operator_makes_one(adapter, is_used):
     assert connectors.has_scaling_adapter(WORKER | {"scalingAdapter": adapter}) == is_used
 
 
+async def test_workers_of_a_service_that_is_not_there_are_said_after_the_others_are_scaled():
+    kubernetes = MemoryCluster().connect("k8s")
+    head = {"apiVersion": connectors.API_VERSION, "kind": connectors.GRAPH}
+    await kubernetes.create(graph({"Decode": WORKER | {"replicas": 1}}) | head)
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clocks.SystemClock())
+    order = Decision(at=0, present=Replicas(0, 1), replicas=Replicas(2, 3), outcome="", reason="")
+    with pytest.raises(errors.ConfigError, match="g has no prefill service, of which 2 workers"):
+        await connector.scale(order)
+
+    _, decode = await connector.observe()
+    assert decode.num_starting == 3
+
+
 async def test_pods_of_a_deployment_with_a_longer_name_are_not_counted():
     """Both have a service of this name, and the dynamo namespace of `g` is the beginning of the other's."""
     kubernetes = MemoryCluster().connect("k8s")

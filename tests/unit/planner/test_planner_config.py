@@ -197,6 +197,14 @@ def test_fields_of_the_regression_are_those_of_the_original():
         ),
         ({"advisory": "yes"}, "advisory: expected true or false, got 'yes'"),
         ({"enable_throughput_scaling": False}, "to be true, got neither"),
+        (
+            {"policy": "load", "enable_load_scaling": True},
+            "expected policy or enable_load_scaling, got both",
+        ),
+        (
+            {"adjustment_interval": 5, "load_adjustment_interval": 5},
+            "expected adjustment_interval or load_adjustment_interval, got both",
+        ),
         ({"ttfs": 3}, "--config: unknown key 'ttfs'"),
         ("{", "expected a readable file of TOML or JSON, or JSON itself"),
     ],

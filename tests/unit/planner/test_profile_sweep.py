@@ -1,5 +1,6 @@
 import asyncio
 import math
+import typing
 
 import msgspec
 import pytest
@@ -8,12 +9,14 @@ from hypothesis import strategies as st
 
 from dynamo.base import config, errors
 from dynamo.launch import allocation
+from dynamo.planner import config as planner_config
 from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
 from dynamo.runtime import component
+from dynamo.worker import engines
 from planner_cases import make_profile
 
 SIZE = EngineSize(num_kv_tokens=100_000, max_num_seqs=64, context_length=8192)
@@ -310,6 +313,7 @@ class Folders:
 def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path, monkeypatch):
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "etcd")
     monkeypatch.setenv("NATS_SERVER", "nats://production:4222")
+    monkeypatch.setenv("DYN_TLS_CERT_PATH", "cert.pem")
     sweep = profiling._Sweep(
         profiling.ProfilerConfig(output=str(tmp_path)), Targets(), Folders(tmp_path)
     )
@@ -319,6 +323,23 @@ def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path
 
         assert planes == ("file", "tcp", "zmq")
         assert spec.environ["DYN_FILE_KV"] == str(tmp_path / "dynamo-profile-" / "discovery")
+        assert "DYN_TLS_CERT_PATH" not in spec.environ  # of a frontend that is asked over HTTP
+
+
+def test_profiled_worker_has_the_name_that_is_asked_whatever_its_flags_say(tmp_path):
+    settings = profiling.ProfilerConfig(
+        output=str(tmp_path), worker_flags="--model-name other --max-num-seqs 4"
+    )
+    _, worker = profiling._Sweep(settings, Targets(), Folders(tmp_path))._specs()
+
+    assert worker.argv[-4:] == ["--max-num-seqs", "4", "--model-name", "profiled"]
+
+
+def test_unknown_backend_is_refused_with_those_that_there_are(tmp_path, capsys):
+    assert profiling.main(["--backend", "zz", "--output", str(tmp_path / "x")]) == 2
+    assert "--backend: expected one of native, mocker, vllm" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert typing.get_args(planner_config.Backend) == tuple(engines.KIND_BY_NAME)
 
 
 @pytest.mark.parametrize("num_cut", [1, 10, 60])

@@ -58,6 +58,11 @@ def test_address_that_no_reading_could_ask_is_refused_at_the_start(url):
             make(url, None, virtual.VirtualClock())
 
 
+def test_planner_without_any_frontend_to_ask_is_refused_at_the_start():
+    with pytest.raises(errors.ConfigError, match="DYN_PLANNER_FRONTEND_URL: expected at least one"):
+        FrontendSource((), None, virtual.VirtualClock())
+
+
 def test_values_of_one_model_are_summed_and_nonsense_is_left_out():
     values = sum_models(parse_metrics(PAGE.format(started=5, tokens=500, cached=0)), {"m"})
 

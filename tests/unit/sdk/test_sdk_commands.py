@@ -219,6 +219,10 @@ def test_wrong_decorators_name_file_and_class():
     for argument, value in (("resources", ["gpu"]), ("resources", "gpu"), ("dynamo", "demo")):
         with pytest.raises(errors.ConfigError, match=f"class Bad, {argument}: expected keys with"):
             declaration.service(**{argument: value})(type("Bad", (), {"__module__": __name__}))
+    with pytest.raises(
+        errors.ConfigError, match=r"Bad, dynamo: expected namespace, .*, got 'namespce'"
+    ):
+        declaration.service(dynamo={"namespce": "n"})(type("Bad", (), {"__module__": __name__}))
     with pytest.raises(errors.ConfigError, match="decorator @service"):
         declaration.depends(str)
 

@@ -133,3 +133,16 @@ def test_command_asks_for_the_new_configuration(trace):
 
     with pytest.raises(errors.ConfigError, match="--config"):
         command.run(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"action": "explain", "new_config": "c"}, "--config: has no effect with explain"),
+        ({"action": "check", "new_config": "c"}, "--config: has no effect with check"),
+        ({"action": "replay", "model": "m"}, "--model: has no effect with replay"),
+    ],
+)
+def test_option_of_another_action_is_refused(options, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        command.run(command.SemanticCommandConfig(subject="s", **options))

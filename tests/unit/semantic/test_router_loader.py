@@ -58,6 +58,15 @@ def test_folder_that_cannot_be_is_logged_at_a_reload_and_ends_nothing(path, capl
     assert "semantic_cache.directory: expected a path" in caplog.text
 
 
+def test_folder_of_the_later_form_is_named_as_it_stands_in_the_file(path, tmp_path):
+    tmp_path.joinpath("answers").touch()
+    stores = f"{{response_cache: {{enabled: true, directory: {tmp_path}/answers}}}}"
+    path.write_text(f"version: v0.3\nglobal: {{stores: {stores}}}\n")
+
+    with pytest.raises(errors.ConfigError, match=r"^global\.stores\.response_cache\.directory: "):
+        service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
+
+
 def test_unchanged_file_is_not_read_again(path):
     assert not service.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
 

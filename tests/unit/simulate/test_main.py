@@ -53,6 +53,11 @@ def test_routing_writes_plots_and_a_self_contained_page(trace, tmp_path, capsys)
         (["routing", "--engine", "batch", "--cache-tokens", "0"], "expected a limited cache"),
         (["routing", "--trace", "/none"], "--trace /none: cannot be read"),
         (["--engine", "batch", "--cache-tokens", "2000"], "longest request, 2,114 tokens with"),
+        (["routing", "--trace", "t", "--host-tokens", "9"], "--host-tokens 9: expected --engine b"),
+        (["--engine", "batch", "--limit", "9"], "--limit 9: expected --trace FILE"),
+        (["--engine", "batch", "--spread"], "--spread: expected --trace FILE"),
+        (["plan", "--sweep", "--policy", "best"], "--policy best: expected one of fixed"),
+        (["plan", "--policy", "load", "--load-predictor", "x"], "--load-predictor x: expected one"),
         (["planning"], "expected one of routing, disagg, plan, replay, tiers, claims, got"),
     ],
 )

@@ -228,6 +228,7 @@ def test_step_times_are_those_of_a_profile_at_the_length_of_the_recorded_sequenc
         ([row(0), {"request": 1}], ["--trace", "{}"], ":2: expected a row of a frontend's request trace: "),
         ([row(0), row(1)], ["--trace", "{}", "--cache-tokens", "48"], "room for the longest request, 51 tokens"),
         ([row(0), row(1)], ["--trace", "{}", "--policy", "best"], "expected some of estimated-ttft"),
+        ([row(0), row(1)], ["--trace", "{}", "--trace-block-size", "16"], "--trace-block-size 16: has no effect on "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said_in_one_sentence(tmp_path, capsys, rows, flags, complaint):

@@ -224,6 +224,12 @@ def test_client_is_told_what_this_cluster_does_not_do():
         "spec.nodeSelector: has no effect on this cluster",
         *(f"spec.{each}" for each in told),
     ]
+    shared = {"hostIPC": True, "hostPID": True, "shareProcessNamespace": True}
+    classes = {"priorityClassName": "high", "runtimeClassName": "nvidia"}
+    assert notices("", "pods", {**shared, **classes}) == [
+        f"spec.{name}: has no effect on this cluster"
+        for name in sorted((*shared, *classes), key=str.lower)
+    ]
     assert notices("apps", "deployments", workload) == [
         "spec.progressDeadlineSeconds: has no effect on this cluster",
         *(f"spec.template.spec.{each}" for each in told),

@@ -20,7 +20,8 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
-_WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostNetwork", "nodeSelector",
+_WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostIPC", "hostNetwork", "hostPID",
+                   "nodeSelector", "priorityClassName", "runtimeClassName", "shareProcessNamespace",
                    "topologySpreadConstraints")  # fmt: skip
 _WITHOUT_CONTROLLER = ("cronjobs", "daemonsets")
 _NOT_ENFORCED = ("limitranges", "networkpolicies", "poddisruptionbudgets", "resourcequotas")
