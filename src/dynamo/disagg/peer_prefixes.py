@@ -110,7 +110,7 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         return self._facts
 
     async def stop(self) -> None:
-        """Disconnect from all peers, then stop the engine, which a worker keeps when it changes its role. Idempotent."""
+        """Disconnect from all peers, then stop the engine, which may go on in another role. Idempotent."""
         self._held.clear()
         await self._tasks.close()
         while self._sources:
