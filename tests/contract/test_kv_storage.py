@@ -386,6 +386,46 @@ def test_object_that_was_written_again_from_another_slot_is_kept(tmp_path):
 
 
 @needs_obstore
+def test_object_that_is_there_though_its_write_failed_is_removed_by_the_next(tmp_path, monkeypatch):
+    storage, put = open_objects(tmp_path, OURS), obstore.put
+
+    def put_and_be_late(*args, **options):
+        put(*args, **options)
+        raise OSError("no answer in time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", put_and_be_late)
+        with pytest.raises(OSError, match="no answer in time"):
+            write(storage, 0, 1)
+    assert read(storage, 0, 1) == 4
+    write(storage, 0, 2)
+
+    assert len(objects_in(tmp_path)) == 1
+    assert read(storage, 0, 2) == 0
+
+
+@needs_obstore
+def test_object_that_could_not_be_removed_is_removed_before_the_next_is_written(
+    tmp_path, monkeypatch
+):
+    storage = open_objects(tmp_path, OURS)
+    write(storage, 0, 1)
+
+    def refuse(store, paths):
+        raise OSError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "delete", refuse)
+        for name in (2, 3):
+            with pytest.raises(OSError, match="not now"):
+                write(storage, 0, name)
+    write(storage, 0, 4)
+
+    assert len(objects_in(tmp_path)) == 1
+    assert read(storage, 0, 4) == 0
+
+
+@needs_obstore
 def test_object_whose_write_ends_after_all_was_forgotten_is_removed(tmp_path, monkeypatch):
     storage, put = open_objects(tmp_path / "cache", OURS), obstore.put
 

@@ -255,6 +255,25 @@ async def test_memory_of_a_peer_that_had_left_before_is_not_mapped():
         await until(lambda: num_mapped_pools() == num_before)
 
 
+@pytest.mark.usefixtures("no_hurry")
+async def test_memory_of_peers_is_unmapped_though_the_engine_runs_on(monkeypatch):
+    """As when its worker changes its role: the next front of the engine knows nothing of them."""
+
+    async def run_on():
+        pass
+
+    async with two_workers("mocker") as (left, right, _):
+        num_before = num_mapped_pools()
+        await left.answer(prompt(0))
+        await right.answer(prompt(1), left.source())
+        assert num_mapped_pools() == num_before + 1
+        with monkeypatch.context() as patch:
+            patch.setattr(right.inner, "stop", run_on)
+            await right.engine.stop()
+
+        await until(lambda: num_mapped_pools() == num_before)
+
+
 async def test_peers_that_need_not_rest_any_more_are_forgotten(monkeypatch):
     """Each start of a worker is another instance."""
     monkeypatch.setattr(peer_prefixes, "REST_S", 0.0)

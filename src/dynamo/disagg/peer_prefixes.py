@@ -109,6 +109,15 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         self._token_bytes = layout.block_bytes / layout.block_size
         return self._facts
 
+    async def stop(self) -> None:
+        """Disconnect from all peers, then stop the engine, which may go on in another role. Idempotent."""
+        self._held.clear()
+        await self._tasks.close()
+        while self._sources:
+            engine_id, _ = self._sources.popitem()
+            await self._transfer.disconnect_peer(engine_id)
+        await super().stop()
+
     def submit(self, request: generate.Request) -> None:
         """Submit to the engine, or ask another worker for a prefix first; then a refusal comes through the sink."""
         source = request.prefix_source

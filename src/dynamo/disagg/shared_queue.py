@@ -126,6 +126,7 @@ class SharedQueue:
         self._clock = clock
         self._hung = prefill_queue.probed_workers(prefill_client, clock)
         self._work: services.WorkQueue | None = None  # while it can be used
+        self._joined: services.WorkQueue | None = None  # the same, until it is closed
         self._transport: dict[str, str] = {}
         self._prompts: dict[str, _Prompt] = {}  # by job number
         epoch = ids.new_instance_id()
@@ -140,7 +141,7 @@ class SharedQueue:
         work = await join_at_start(self._join)
         address = await self._plane.serve(self._endpoint, self._handle_lease_request)
         self._transport = {self._plane.name: address}
-        self._work = work
+        self._work = self._joined = work
         self._client.on_change(self._fail_stranded_prompts)
         self._tasks.start("count prompts in the prefill queue", self._count_waiting(work))
 
@@ -151,10 +152,13 @@ class SharedQueue:
             prompt.lease.set_result("this worker stops, and takes its prompts home")
 
     async def close(self) -> None:
-        """End all tasks. Jobs that are still queued are acknowledged by the workers that take them."""
+        """End all tasks and leave the queue. The workers that take the jobs left there acknowledge them."""
         self._work = None
         await self._hung.close()
         await self._tasks.close()
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            await joined.close()
 
     @property
     def size(self) -> int | None:
@@ -317,16 +321,18 @@ class PrefillJobConsumer:
         await self._tasks.close()
 
     async def _consume(self, queue: services.WorkQueue) -> None:
-        while not self._is_leaving:
-            try:
-                item = await queue.pull(PULL_S)
-                if item is not None:
-                    await self._handle_job(item)
-            except errors.Unavailable as error:
-                _logger.warning("the prefill queue: %s", error)
-                await self._clock.sleep(REJOIN_S)
-                queue = await self._rejoin(queue)
-        await queue.close()
+        try:
+            while not self._is_leaving:
+                try:
+                    item = await queue.pull(PULL_S)
+                    if item is not None:
+                        await self._handle_job(item)
+                except errors.Unavailable as error:
+                    _logger.warning("the prefill queue: %s", error)
+                    await self._clock.sleep(REJOIN_S)
+                    queue = await self._rejoin(queue)
+        finally:  # also if it is cancelled, because its job outlives the time of `close`
+            await queue.close()
 
     async def _rejoin(self, queue: services.WorkQueue) -> services.WorkQueue:
         """Join again: a server that lost its data does not know the queue any more."""

@@ -166,7 +166,12 @@ class LocalAgent:
                 "the KV blocks of this engine cannot be copied between workers"
             )
         agent.register(self._region)
-        await agent.start()
+        try:
+            await agent.start()
+        except OSError as error:  # as where no file is left
+            raise errors.ConfigError(
+                f"the KV blocks cannot be opened to other workers: {error}"
+            ) from error
         self.description = descriptors.decode(agent.export_metadata())
 
 

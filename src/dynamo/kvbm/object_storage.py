@@ -74,6 +74,8 @@ class ObjectStorage:
         self.generation = 0
         self._is_emptied = False  # from `forget` until `purge` has ended
         self._paths: dict[int, str] = {}  # by slot
+        # By slot: objects that it may have left in the store, which its next segment replaces.
+        self._former: dict[int, set[str]] = {}
         self._stored: dict[int, Segment] = {}  # of earlier runs, by slot, oldest first
         self._directory: Path | None = None  # of the objects, if they are files
         try:
@@ -102,24 +104,32 @@ class ObjectStorage:
         """
         path = self._locate(segment)
         with self._lock:
-            former = self._paths.pop(slot, None)
-            if former in self._paths.values():  # stored again, in another slot
-                former = None
+            former = self._former.pop(slot, set())
+            if slot in self._paths:
+                former.add(self._paths[slot])
             self._paths[slot] = path  # so that `purge` leaves it
+            others = self._paths.values()  # what was stored again, in another slot
+            replaced = [each for each in former if each not in others]
         body: list[bytes | memoryview] = []
         for block, content in zip(segment, contents, strict=True):
             body += (_checksum(block, content), content)
         try:
-            self._replace(former, path, b"".join(body), generation)
+            self._replace(replaced, path, b"".join(body), generation)
         except (exceptions.BaseError, OSError) as error:
             with self._lock:
                 self._paths.pop(slot, None)
+                # if the removal has not failed, the store may have the new one all the same
+                self._former[slot] = set(replaced) or {path}
             raise OSError(_describe(error)) from error
 
-    def _replace(self, former: str | None, path: str, body: bytes, generation: int) -> None:
-        """Remove the object `former` and write that of a segment. Raises OSError if all was forgotten meanwhile."""
-        if former is not None and former != path:
-            self._remove([former])
+    def _replace(self, former: list[str], path: str, body: bytes, generation: int) -> None:
+        """Empty the list of former objects, by removing them, and write that of a segment.
+
+        Raises OSError if all was forgotten meanwhile.
+        """
+        if former:
+            self._remove(former)
+            former.clear()
         if generation == self.generation:
             self._make_directory()
             obstore.put(self._store, path, body, use_multipart=False)
@@ -198,6 +208,7 @@ class ObjectStorage:
         """Find no block any more. Other workers, and a restart, find those that `purge` has not removed yet."""
         with self._lock:
             self._paths.clear()
+            self._former.clear()
             self.generation += 1
             self._is_emptied = True
 

@@ -233,13 +233,13 @@ class GzipSink:
     def _open_next(self) -> int:
         while True:
             name = f"{self._stem.name}-{os.getpid()}-{self._number:06}.jsonl.gz"
-            file = self._file = _open_file(self._stem.with_name(name))
+            file = _open_file(self._stem.with_name(name))
             self._number += 1
             if not os.fstat(file).st_size:
                 break
             os.close(file)  # of an earlier process of this number, perhaps killed in the middle
         self._compressor = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)  # gzip
-        self._num_bytes = self._num_lines = 0
+        self._file, self._num_bytes, self._num_lines = file, 0, 0
         return file
 
 

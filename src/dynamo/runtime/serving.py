@@ -186,7 +186,13 @@ class ServedEndpoint:
             if left_s > 0:
                 await self._clock.sleep(left_s)
                 continue
-            self.is_ready = await self._is_answering(check.answer_s, payload)
+            # a handler that hangs may hang in its end, too: it has as much time for that
+            silence = "neither an item nor an end"
+            late = self._clock.call_later(2 * check.answer_s, self._note_failure, silence)
+            try:
+                self.is_ready = await self._is_answering(check.answer_s, payload)
+            finally:
+                late.cancel()
             self._answered_at = self._clock.now()
 
     async def _is_answering(self, answer_s: float, payload: Mapping[str, Any]) -> bool:
@@ -208,8 +214,13 @@ class ServedEndpoint:
             reason = "something that it waited for was cancelled"
         except Exception as error:  # noqa: BLE001 (the supervisor of a user's handler)
             reason = f"{type(error).__name__}: {error}"
-        _log.warning("the health check of %s failed: %s", self.name.path, reason)
+        self._note_failure(reason)
         return False
+
+    def _note_failure(self, reason: object) -> None:
+        """Declare the endpoint unready, because its health check failed."""
+        self.is_ready = False
+        _log.warning("the health check of %s failed: %s", self.name.path, reason)
 
 
 class ServedEndpoints:

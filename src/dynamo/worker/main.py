@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ def main(engine_name: str) -> int:
             directory = engines.find_model(engine_name, worker.model, progress.begin_download)
             progress.begin_load()
             make_any_host = _host_factory(worker, engine_name, directory, engine_settings)
-            asyncio.run(_serve(worker, make_any_host, progress, start_port))
+            with asyncio.Runner() as runner:
+                try:
+                    runner.run(_serve(worker, make_any_host, progress, start_port))
+                finally:  # it waits for the threads of its executor, and an engine may hang in one
+                    runner.get_loop().set_default_executor(futures.ThreadPoolExecutor())
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2

@@ -21,6 +21,7 @@ class Work:
 
     def __init__(self):
         self.waiting, self.error, self.pushed, self.is_stuck = 0, None, [], False
+        self.num_closed = 0
 
     async def push(self, body):
         if self.is_stuck:
@@ -28,6 +29,9 @@ class Work:
         if self.error is not None:
             raise self.error
         self.pushed.append(body)
+
+    async def close(self):
+        self.num_closed += 1
 
     async def num_waiting(self):
         if self.error is not None:
@@ -124,6 +128,13 @@ async def test_full_queue_raises_overloaded(world):
     world.work.error = errors.Overloaded("full")
     with pytest.raises(errors.Overloaded):
         await world.queue.prefill(REQUEST, timeout_s=5)
+
+
+async def test_closed_queue_is_left_once(world):
+    await world.queue.close()
+    await world.queue.close()
+
+    assert world.work.num_closed == 1
 
 
 async def test_waiting_prompt_fails_when_the_last_worker_is_gone(world):
@@ -298,6 +309,22 @@ async def test_job_without_a_reachable_decode_worker_is_dropped_after_some_deliv
     await until(lambda: item.is_done or item.given_back_after is not None)
 
     assert item.is_done is is_dropped
+
+
+async def test_queue_is_left_though_a_job_outlives_the_time_to_close(joined):
+    calls, plane = [], joined.runtime.requests
+    address = await plane.serve("leases", calls.append)
+    item = Item()
+    item.body = msgspec.msgpack.encode(
+        shared_queue.PrefillJob(number="1", endpoint="leases", transport={plane.name: address})
+    )
+    joined.joined[0].things.put_nowait(item)
+    await until(lambda: calls)
+    closing = asyncio.ensure_future(joined.consumer.close())
+    await joined.clock.advance(shared_queue.CLOSE_S)
+    await closing
+
+    assert joined.joined[0].is_closed
 
 
 async def test_consumer_can_be_closed_before_it_starts():

@@ -1,6 +1,7 @@
 """The KV event subscriber against a publisher as vLLM's: a PUB socket that connects, a ROUTER that replays."""
 
 import asyncio
+import errno
 
 import msgspec
 import pytest
@@ -125,6 +126,27 @@ async def test_missed_batches_are_replayed(start):
     parents = [event.parent_hash for event in told]
     assert parents == [None, *(event.blocks[0].block_hash for event in told[:3])]
     assert (subscriber.num_gaps, subscriber.num_dropped) == (0, 0)
+
+
+async def test_events_go_on_when_there_is_no_file_left_to_ask_for_missed_ones(
+    start, monkeypatch, caplog
+):
+    subscriber, (publisher,), listener = await start(
+        kv_subscriber.PublisherEndpoints.on_free_ports(1)
+    )
+
+    def refuse(kind):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subscriber._context, "socket", refuse)
+        publisher.tell(3)
+        told = [await listener.next_tokens()]
+    publisher.tell(0)  # of a publisher that was started anew
+    told += [await listener.next_tokens() for _ in range(2)]
+
+    assert [type(event).__name__ for _, event in told] == ["Cleared", "Cleared", "Stored"]
+    assert "KV events that were missed are lost: tcp://127.0.0.1:" in caplog.text
 
 
 async def test_the_subscriber_connects_to_a_users_endpoint(start, caplog):

@@ -1,5 +1,6 @@
 """The backends of an engine's local agent."""
 
+import errno
 import sys
 import threading
 
@@ -56,3 +57,26 @@ async def test_agent_that_cannot_start_listens_nowhere():
     assert [
         t.name for t in set(threading.enumerate()) - before if t.name == "transfer-accept"
     ] == []
+
+
+async def test_agent_that_finds_no_free_file_can_start_later(monkeypatch):
+    """Its callers try again after a ConfigError, and after no other."""
+    own = agents.LocalAgent(
+        lambda hear: agent.TransferAgent("decode-0", backends=[tcp.TcpBackend()]),
+        lambda *said: None,
+    )
+    memory = memoryview(bytearray(LAYOUT.num_bytes))
+    await own.set_region(descriptors.Region(memory=memory, layout=LAYOUT))
+
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.memory, "identify_host", refuse)
+        with pytest.raises(errors.ConfigError, match="Too many open files"):
+            await own.get_started()
+    await own.get_started()
+    metadata = own.metadata
+    await own.close()
+
+    assert metadata is not None

@@ -97,6 +97,25 @@ def test_rows_behind_those_of_a_killed_process_of_the_same_number_are_readable(t
     assert rows == [b"0\n", b"1\n"]
 
 
+def test_file_that_cannot_be_followed_costs_its_rows_and_no_other_file(tmp_path):
+    """Processes of one number, as in containers that share a volume, use each other's names."""
+    taken, blocked = (tmp_path / f"a-{os.getpid()}-{n:06}.jsonl.gz" for n in (1, 2))
+    sink = row_writer.GzipSink(tmp_path / "a", roll_bytes=0, roll_lines=1)
+    sink.write(b"0\n", 1)
+    taken.write_bytes(b"x")
+    blocked.mkdir()
+    with pytest.raises(IsADirectoryError):
+        sink.write(b"1\n", 1)
+    with (tmp_path / "other").open("xb"), pytest.raises(IsADirectoryError):
+        sink.write(b"2\n", 1)
+    blocked.rmdir()
+    sink.write(b"3\n", 1)
+    sink.close()
+
+    assert (tmp_path / "other").read_bytes() == b""
+    assert gzip.decompress(blocked.read_bytes()) == b"3\n"
+
+
 def test_row_beyond_the_capacity_is_dropped_and_counted(tmp_path, dropped):
     may_write, is_busy = threading.Event(), threading.Event()
 

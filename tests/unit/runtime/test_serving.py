@@ -314,6 +314,35 @@ async def test_endpoint_that_does_not_answer_its_payload_is_not_ready_until_it_d
         assert payloads == [{"n": 1}] * 3
 
 
+async def test_endpoint_that_hangs_in_its_end_as_well_is_not_ready(caplog):
+    """As one whose engine answers neither a request nor its abort."""
+    time, listed = clock.VirtualClock(), asyncio.Event()
+
+    async def handler(request):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+        yield "never"
+
+    async with (
+        await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), time=time
+        ) as runtime,
+        tasks.Tasks() as running,
+    ):
+        runtime.served.check = CHECK
+        endpoint = runtime.endpoint(NAME)
+        serve = endpoint.serve_endpoint(handler, health_check_payload={}, on_listed=listed.set)
+        running.start("serve", serve)
+        await listed.wait()
+        await time.advance(11)
+        await time.advance(7)
+
+        assert runtime.served.states() == {"generate": False}
+    assert caplog.text.count("neither an item nor an end") == 1
+
+
 class Port:
     """The system port of a service, and requests to it."""
 

@@ -1,9 +1,11 @@
 """A worker process, by its exit code."""
 
+import asyncio
 import dataclasses
 import importlib.util
 import shutil
 import sys
+import threading
 
 import httpx
 import msgspec
@@ -105,6 +107,24 @@ def test_engine_failure_and_bug_exit_with_1(run, monkeypatch, failure, expected)
     monkeypatch.setattr(model_source, "resolve", fail)
 
     assert run() == expected
+
+
+def test_worker_ends_though_its_engine_hangs_in_a_thread(run, monkeypatch):
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def hang():
+        may_end.wait(PATIENT_S)
+        has_ended.set()
+
+    async def serve(*_):
+        asyncio.get_running_loop().run_in_executor(None, hang)
+        raise errors.EngineFailed("it did not answer a token")
+
+    monkeypatch.setattr(main, "_serve", serve)
+    exit_code, has_waited = run(), has_ended.is_set()
+    may_end.set()
+
+    assert (exit_code, has_waited) == (1, False)
 
 
 def test_model_with_an_invalid_chat_template_is_refused(run, capsys, tmp_path):

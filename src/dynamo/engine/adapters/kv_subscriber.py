@@ -161,9 +161,10 @@ class ZmqKvSubscriber:
             )  # fmt: skip
 
     def _replay(self, endpoint: str, first: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the batches that the publisher still has from this number on; ends early when it does not answer."""
-        dealer = self._context.socket(zmq.DEALER)
+        """Yield the batches that the publisher still has from this number on; ends early when it cannot be asked."""
+        dealer: _Socket | None = None
         try:
+            dealer = self._context.socket(zmq.DEALER)
             dealer.connect(connectable(endpoint))
             dealer.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
             deadline = time.monotonic() + REPLAY_TIMEOUT_S
@@ -172,8 +173,11 @@ class ZmqKvSubscriber:
                 if len(frames) < 2 or frames[-2] == _REPLAY_END:
                     break
                 yield int.from_bytes(frames[-2], "big"), frames[-1]
+        except zmq.ZMQError as error:  # as where no file is left; it would end the thread
+            _logger.warning("KV events that were missed are lost: %s: %s", endpoint, error)
         finally:
-            dealer.close(linger=0)
+            if dealer is not None:
+                dealer.close(linger=0)
 
 
 def _batches(socket: _Socket) -> Iterator[tuple[int, bytes]]:

@@ -95,12 +95,14 @@ def check_user(link: Link) -> None:
 def connect(address: str, limit: TimeLimit) -> Link:
     """Return a link to the worker of our user at this abstract address. Raises TransferError."""
     timeout_s = limit.remaining_s()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
+    sock: socket.socket | None = None
     try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
         sock.connect("\0" + address)
     except (OSError, UnicodeError) as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         raise errors.TransferError(f"cannot connect to the worker on this host: {error}") from error
     link = Link(sock)
     try:
