@@ -155,8 +155,7 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
             for number, inner in enumerate(value)
         ]
     if isinstance(value, float) and value.is_integer():
-        is_whole = _alternative(expected, msgspec.inspect.IntType)
-        return int(value) if is_whole else value
+        return int(value) if _alternative(expected, msgspec.inspect.IntType) else value
     return value
 
 
@@ -288,13 +287,13 @@ def _phrase(expected: msgspec.inspect.Type) -> str:
             return _phrase_number(expected)
         case msgspec.inspect.StrType():
             form = f" like {expected.pattern}" if expected.pattern else ""
-            return "a string" + _phrase_length(expected.max_length, " characters") + form
+            return "a string" + _phrase_length(expected, " characters") + form
         case msgspec.inspect.BoolType():
             return "true or false"
         case msgspec.inspect.ListType():
-            return "a list" + _phrase_length(expected.max_length, "")
+            return "a list" + _phrase_length(expected, "")
         case msgspec.inspect.DictType():
-            return "an object" + _phrase_length(expected.max_length, " entries")
+            return "an object" + _phrase_length(expected, " entries")
         case _:
             return "an object"
 
@@ -312,8 +311,9 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
     return kind
 
 
-def _phrase_length(limit: int | None, unit: str) -> str:
-    return "" if limit is None else f" of at most {limit}{unit}"
+def _phrase_length(sized: Any, unit: str) -> str:
+    least = f"{sized.min_length} to " if sized.min_length else "at most "
+    return "" if sized.max_length is None else f" of {least}{sized.max_length}{unit}"
 
 
 def encode_inline(data: Any) -> bytes:
