@@ -172,7 +172,8 @@ def explain(
     For what is no body of a request, such as a file of settings. Of fields in `secrets` no value is shown.
     """
     expected = msgspec.inspect.type_info(cls)
-    found = _locate(expected, _adapt(expected, value, place, []), error, place)
+    adapted = value if "unknown field" in str(error) else _adapt(expected, value, place, [])
+    found = _locate(expected, adapted, error, place)
     is_secret = (found.param or "").rpartition(".")[2] in secrets
     return str(found).partition(", got ")[0] if is_secret else str(found)
 
@@ -194,8 +195,7 @@ def _follow(
     """Return where this path leads: the place, with the keys that it lacks, type and value; UNSET: an unknown value."""
     place = ""
     for segment in path:
-        inner = _alternative(expected, _container(segment))
-        step, expected, value = _enter(inner, value, segment)
+        step, expected, value = _enter(_alternative(expected, _container(segment)), value, segment)
         place += step
     return place, expected, value
 
