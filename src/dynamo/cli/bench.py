@@ -42,7 +42,7 @@ class BenchConfig:
     input_words: int = config.option(100, help="words of each prompt", least=1)
     max_tokens: int = config.option(64, help="tokens of each answer", least=1)
     prompt: str | None = config.option(None, help="send this text instead of random words")
-    seed: int = config.option(0, help="of prompts and arrivals")
+    seed: int = config.option(0, help="seed of the random prompts and arrivals")
     json: bool = config.option(False, help="print the report as JSON")
 
 

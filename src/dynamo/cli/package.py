@@ -76,7 +76,7 @@ class BuildConfig:
 class GetConfig:
     """Display the details of a packaged graph."""
 
-    tag: str | None = config.option(None, flag="", help="its tag (default: list all)")
+    tag: str | None = config.option(None, flag="", help="tag of `dynamo build` (default: list all)")
     output: str | None = config.option(
         None, help="directory of archives (default: ~/.dynamo/packages)"
     )

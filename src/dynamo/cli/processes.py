@@ -22,7 +22,7 @@ _POLL_S = 0.1
 class ProcessListConfig:
     """List what `dynamo serve` runs here."""
 
-    name: str | None = config.option(None, flag="", help="this one only")
+    name: str | None = config.option(None, flag="", help="name of the one to list (default: all)")
     verbose: bool = config.option(
         False, aliases=("-v",), help="print each process's command, to paste into a shell"
     )
@@ -47,7 +47,7 @@ class LogsConfig:
 
     name: str | None = config.option(None, flag="", help="its name (default: the only one)")
     follow: bool = config.option(False, aliases=("-f",), help="go on as more is said")
-    tail: int = config.option(0, help="only so many lines from the end; 0: all", least=0)
+    tail: int = config.option(0, help="lines to show from the end of the log; 0: all", least=0)
 
 
 def list_processes(options: ProcessListConfig) -> int:

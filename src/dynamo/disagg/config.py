@@ -24,8 +24,8 @@ class PrefillRoutingConfig:
 
     disagg_policy: Literal["lengths", "estimated"] = config.option(
         "lengths",
-        help="how to decide whether a prefill worker or the answering worker computes a prompt; lengths: by the two"
-        " numbers below; estimated: where it delays this prompt and the running answers least",
+        help="where a prompt is computed; lengths: by --max-local-prefill-length and --max-prefill-queue-size;"
+        " estimated: by a prefill worker or the answering one, whichever delays it and the running answers less",
     )
     max_local_prefill_length: int | None = config.option(
         None,
@@ -47,13 +47,13 @@ class PrefillRoutingConfig:
     )
     router_conditional_disagg: bool = config.setting(
         False,
-        help="instead of by the two lengths above, decide by --router-conditional-disagg-config; by default every"
+        help="decide where prompts are computed by --router-conditional-disagg-config; without that option every"
         " prompt goes to prefill workers, except those of which fewer tokens than eff_isl_threshold, and a smaller"
         " share than eff_isl_ratio_threshold, are new to the answering worker",
     )
     router_conditional_disagg_config: str | None = config.setting(
         None,
-        help='for that, JSON: {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7};'
+        help='JSON: {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7};'
         " policy may be prefill_load (a prompt stays while prefill workers have more full steps to compute than"
         " prefill_busy_threshold) or isl_or_load (for either reason); with decode_busy_threshold none stays where a"
         " larger share of the blocks would be in use",

@@ -50,7 +50,7 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
-    if routing.router_replica_sync:  # the routers of other frontends connect to this one
+    if routing.router_replica_sync or settings.semantic_router:  # other frontends connect to it
         settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
         settings, item_type=generate.Output

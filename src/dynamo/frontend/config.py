@@ -121,7 +121,7 @@ class AdmissionConfig(RecordConfig):
         None, help="prompt tokens still to be computed above which a worker is busy", least=0
     )
     active_prefill_tokens_threshold_frac: float | None = config.setting(
-        None, help="the same as a multiple of the worker's max_num_batched_tokens", least=0
+        None, help="prompt tokens above which a worker is busy, in max_num_batched_tokens", least=0
     )
     rejection_frontend_request_concurrency_limit: int | None = config.setting(
         None,
@@ -246,7 +246,7 @@ class FrontendConfig(AdmissionConfig):
         least=0,
     )
     worker_wait_limit: int = config.setting(
-        1000, help="new requests that may wait so; more are refused at once", least=0
+        1000, help="new requests that may wait for a worker; more are refused at once", least=0
     )
     request_plane_outage_secs: float = config.setting(
         90.0,

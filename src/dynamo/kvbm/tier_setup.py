@@ -73,7 +73,7 @@ class TierConfig:
     kvbm_nvme_path: str | None = config.option(
         None,
         env="DYN_KVBM_DISK_CACHE_DIR",
-        help="directory of the disk tier's file, on a local disk; one a worker, unless --kvbm-sharing-workers",
+        help="local directory of the disk tier's file; one for each worker, unless --kvbm-sharing-workers is above 1",
     )
     kvbm_object_store: str | None = config.setting(
         None,
@@ -82,7 +82,7 @@ class TierConfig:
     )
     kvbm_object_num_blocks: int = config.setting(
         10_000,
-        help="size of the object store tier in blocks; an object holds as many as have 256 tokens, at most 16",
+        help="size of the object store tier in blocks; an object holds the blocks of 256 tokens, at most 16",
         least=1,
     )
     kvbm_sharing_workers: int = config.setting(
@@ -104,7 +104,7 @@ class TierConfig:
         )
     )
     kvbm_disk_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (
-        config.option("presence", help="blocks that are copied on to the disk, by the same filters")
+        config.option("presence", help="blocks copied to the disk, as --kvbm-host-offload-filter")
     )
     kvbm_offload_ratio: float = config.option(
         1.0,

@@ -61,7 +61,7 @@ class OperatorConfig:
     leader_elect: bool = config.option(True, help="act only while holding a Lease")
     lease_namespace: str = config.option(
         "",
-        help="namespace of that Lease; empty: that of --restrictedNamespace, or the operator's own",
+        help="namespace of the Lease of --leader-elect; empty: that of --restrictedNamespace, or the operator's own",
     )
     metrics_bind_address: str = config.option("127.0.0.1:8080", help="address of /metrics")
     health_probe_bind_address: str = config.option(

@@ -66,7 +66,7 @@ class ScalingConfig:
         help="expected prompt tokens, to say at the start whether the targets can be met",
         least=1,
     )
-    osl: int = config.option(150, help="expected tokens of an answer, likewise", least=1)
+    osl: int = config.option(150, help="expected tokens of an answer, as for --isl", least=1)
     ttft: str = config.option(
         "500", help="target time to first token: milliseconds, or with a unit (0.5s)"
     )
@@ -141,7 +141,7 @@ class ScalingConfig:
         64, help="regression: forward passes that it keeps", least=2
     )
     fpm_sample_bucket_size: int = config.option(
-        16, help="regression: of these, passes of about the same number of tokens", least=1
+        16, help="regression: passes of about equally many tokens that it keeps", least=1
     )
     operation: bool = config.option(
         True, help="carry decisions out; --no-operation only logs and shows them"

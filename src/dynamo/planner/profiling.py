@@ -64,7 +64,7 @@ class ProfilerConfig:
         "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes="text"
     )
     isl: int = config.option(3000, help="prompt tokens of the expected request", least=1)
-    osl: int = config.option(150, help="tokens of its answer", least=2)
+    osl: int = config.option(150, help="tokens of the expected answer", least=2)
     ttft: str = config.option("200", help="target time to first token: milliseconds, or 0.2s")
     itl: str = config.option("20", help="target time between two tokens: milliseconds, or 0.02s")
     budget_minutes: float = config.option(30.0, help="minutes until the sweep ends", least=0.01)

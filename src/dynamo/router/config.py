@@ -54,8 +54,8 @@ class RouterConfig:
 
     router_policy: str | None = config.setting(
         None,
-        help="policy by which router mode kv selects a worker (default: estimated-ttft; dynamo with one of the next two"
-        f" options): {', '.join(get_args(PolicyName))}, or a class of your own, as module:Class",
+        help="policy by which router mode kv selects a worker (default: estimated-ttft; with --kv-overlap-score-weight"
+        f" or --router-temperature dynamo): {', '.join(get_args(PolicyName))}, or a class of your own, as module:Class",
     )
     kv_overlap_score_weight: float | None = config.option(
         None,
@@ -78,8 +78,8 @@ class RouterConfig:
     )
     router_queue_threshold: float | None = config.setting(
         None,
-        help="requests wait in the router while all workers have more prompt tokens to compute than this number of"
-        " steps holds (max_num_batched_tokens); 0: never wait; default: 1 for estimated-ttft, 0 for other policies",
+        help="requests wait in the router while their worker (other policies: every one) has more than this number"
+        " of steps to compute (of max_num_batched_tokens), or no room; 0: never; default: 1 for estimated-ttft, else 0",
         least=0,
     )
     router_queue_policy: Literal["fcfs", "wspt", "deadline", "lcfs"] = config.setting(
@@ -278,7 +278,7 @@ class RoutingConfig(RouterConfig):
     )
     router_prune_target_ratio: float = config.setting(
         0.8,
-        help="with --no-kv-events, share of these blocks that remains after pruning",
+        help="with --no-kv-events, share of --router-max-tree-size that remains after pruning",
         least=0,
         most=1,
     )

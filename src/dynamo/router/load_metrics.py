@@ -36,7 +36,7 @@ class AggregatorConfig(component.RuntimeConfig):
 
     component: str = config.option("backend", help="component of the workers")
     endpoint: str = config.option("generate", help="endpoint of the workers")
-    model_name: str | None = config.option(None, help="further label of each metric")
+    model_name: str | None = config.option(None, help="value of the label model of each metric")
     poll_interval: float = config.option(
         1.0, help="seconds between two updates of the figures", least=0.05
     )

@@ -46,7 +46,7 @@ class InstanceRecords:
         """
         async with self._publishing:
             if not self._is_shown(key):
-                raise errors.Conflict("nobody is to find us now: try again when we serve")
+                raise errors.Conflict("not in discovery now: try again when this process serves")
             before = self._records[key]
             try:
                 await self.put(key, change(before))

@@ -109,10 +109,10 @@ class PlanConfig:
         " migrate",
     )
     hanging_starts: int = config.option(
-        0, help="first so many starts of workers that never get ready", least=0
+        0, help="number of starts, from the first on, whose workers never get ready", least=0
     )
     failing_starts: int = config.option(
-        0, help="so many starts after them that end after --startup without serving", least=0
+        0, help="starts, after the hanging ones, that end after --startup without serving", least=0
     )
     fixed_workers: int = config.option(4, help="workers of the fixed splits", least=1)
     seeds: int = config.option(5, help="seeds of sin and idle; figures are medians", least=1)

@@ -47,7 +47,7 @@ class BatchWorkersConfig:
         20.0, help="bandwidth of copies to and from the host tier in GB/s", least=0.001
     )
     kv_bytes_per_token: int = config.option(
-        131_072, help="bytes of a token in the cache, for these copies", least=1
+        131_072, help="bytes of a token in the cache, for copies to and from the host tier", least=1
     )
     seed: int = config.option(0, help="seed of all random draws")
     report_json: str | None = config.option(None, help="file for the figures as JSON")

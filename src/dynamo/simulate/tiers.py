@@ -41,7 +41,7 @@ class TiersConfig:
     cache_tokens: int = config.option(448_000, help="tokens in the engine's own cache", least=64)
     host_tokens: int = config.option(1_000_000, help="tokens in the host tier", least=64)
     host_gb_per_s: tuple[str, ...] = config.option(
-        ("5", "25", "50"), help="bandwidths of copies between the two, in GB/s"
+        ("5", "25", "50"), help="bandwidths of copies to and from the host tier, in GB/s"
     )
     kv_bytes_per_token: int = config.option(131_072, help="bytes of a token in the cache", least=1)
     report_json: str | None = config.option(

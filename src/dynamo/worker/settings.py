@@ -77,8 +77,8 @@ class WorkerConfig(component.RuntimeConfig):
     )
     disagg_policy: Literal["lengths", "estimated"] = config.option(
         "lengths",
-        help="how to choose between this worker and a prefill worker for a prompt; lengths: by the two limits below;"
-        " estimated: whichever delays this prompt and the running answers less",
+        help="where a prompt is computed; lengths: by --max-local-prefill-length and --max-prefill-queue-size;"
+        " estimated: here or by a prefill worker, whichever delays it and the running answers less",
     )
     max_local_prefill_length: int | None = config.option(
         None,
@@ -88,7 +88,7 @@ class WorkerConfig(component.RuntimeConfig):
     )
     max_prefill_queue_size: int = config.option(
         policy.MAX_PREFILL_QUEUE_SIZE,
-        help="prompts that may wait at a prefill worker; while more wait, prompts are computed here; discovery can"
+        help="prompts that may wait at a prefill worker; while so many wait, prompts are computed here; discovery can"
         " change it",
         least=0,
     )

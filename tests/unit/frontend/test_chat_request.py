@@ -168,7 +168,12 @@ def test_keys_of_logit_bias_are_token_ids():
         (
             "guided_regex",
             "",
-            "guided_regex: expected a string of at most 131072 characters, got a string ('')",
+            "guided_regex: expected a string of 1 to 131072 characters, got a string ('')",
+        ),
+        (
+            "allowed_token_ids",
+            [],
+            "allowed_token_ids: expected a list of 1 to 1024, got a list of 0",
         ),
         ("web_search_options", {}, "web_search_options: not supported; leave it out"),
         (

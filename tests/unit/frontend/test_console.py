@@ -503,10 +503,18 @@ async def test_planner_that_acts_comes_before_one_that_has_decided_nothing_yet(r
     assert [len(report["decisions"]) for report in page["planners"]] == [1, 0]
 
 
-async def test_usage_since_no_day_is_refused(rig):
-    refusal = (await get(rig, "/usage?since=yesterday", status=400))["error"]
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("since=yesterday", "since: expected a string like "),
+        ("day=today", "Unsupported parameter(s): `day`"),
+        ("format=xml", "format: expected 'csv' or 'json', got a string ('xml')"),
+    ],
+)
+async def test_wrong_query_for_usage_is_refused_in_words(rig, query, message):
+    refusal = (await get(rig, f"/usage?{query}", status=400))["error"]
 
-    assert "$.since" in refusal["message"]
+    assert refusal["message"].startswith(message)
 
 
 async def test_usage_and_metrics_of_a_model_with_capital_letters_are_found_by_its_name(bare):

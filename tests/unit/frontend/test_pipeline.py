@@ -128,9 +128,10 @@ async def test_request_can_name_an_instance(rig):
 
 
 async def test_request_for_an_absent_instance_is_a_503(rig):
-    answer = await rig.chat(nvext={"backend_instance_id": 1})
+    answer = await rig.chat(nvext={"backend_instance_id": 42})
 
     assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "'m' has no worker 42: choose another"
 
 
 @pytest.mark.parametrize("name", ["x-request-id", "x-dynamo-request-id"])

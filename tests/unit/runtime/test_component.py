@@ -103,7 +103,7 @@ async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
     await worker.records.change(instance.card_key, lambda _: poetic.record_for(instance)[1])
     changed = await found()
     await worker.records.withdraw()
-    with pytest.raises(errors.Conflict, match="nobody is to find us now"):
+    with pytest.raises(errors.Conflict, match="not in discovery now: try again"):
         await worker.records.change(instance.card_key, lambda _: CARD.record_for(instance)[1])
     meanwhile = await found()
     await worker.records.restore()
@@ -157,7 +157,7 @@ async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     instance = await worker.register(NAME, echo, CARD.record_for)
     await worker.records.deregister()
 
-    with pytest.raises(errors.Conflict, match="nobody is to find us now"):
+    with pytest.raises(errors.Conflict, match="not in discovery now: try again"):
         await worker.records.change(instance.card_key, lambda _: CARD.record_for(instance)[1])
     assert await frontend.discovery.get_prefix("v1/") == {}
 

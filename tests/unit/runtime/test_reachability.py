@@ -1,12 +1,17 @@
 """What a process publishes as its address where discovery runs on another host."""
 
+import asyncio
 import functools
 import socket
 
 import pytest
 
-from dynamo.base import addresses, errors, membership
+from dynamo.base import addresses, errors, membership, process_setup
+from dynamo.disagg import config as disagg_config
+from dynamo.frontend import __main__ as frontend
+from dynamo.frontend import config as frontend_config
 from dynamo.kvbm import agents
+from dynamo.router import config as router_config
 from dynamo.runtime import component, reachability
 from dynamo.worker import main
 
@@ -130,3 +135,33 @@ def test_address_stays_where_others_need_no_other(far_etcd, changes):
     settings = far_etcd(**changes)
 
     assert reachability.with_reachable_host(settings, {}) is settings
+
+
+class Opened(Exception):
+    """The runtime of a frontend would be opened now, with these settings."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_replica_sync", "address"),
+    [
+        ({"semantic_router": "router.yaml"}, False, "10.77.0.3"),  # conversations are events
+        ({}, True, "10.77.0.3"),
+        ({}, False, "127.0.0.1"),
+    ],
+)
+def test_frontend_that_tells_others_its_requests_is_reached_from_their_hosts(
+    far_etcd, monkeypatch, changes, has_replica_sync, address
+):
+    def open_runtime(settings, **_):
+        raise Opened(settings)
+
+    monkeypatch.setenv(membership.TOKEN_VARIABLE, "the token of this cluster")
+    monkeypatch.setattr(component.DistributedRuntime, "open", open_runtime)
+    monkeypatch.setattr(process_setup, "collect_garbage_rarely", lambda: None)
+    settings = frontend_config.FrontendConfig(**far_etcd.keywords, **changes)
+    routing = router_config.RoutingConfig(router_replica_sync=has_replica_sync)
+
+    with pytest.raises(Opened) as opened:
+        asyncio.run(frontend.serve(settings, routing, disagg_config.PrefillRoutingConfig()))
+
+    assert opened.value.args[0].tcp_rpc_host == address

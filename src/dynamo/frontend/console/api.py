@@ -29,9 +29,9 @@ from dynamo.frontend.console import feed, views
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.processes import peers
 from dynamo.protocols import planner_report
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
-Q = TypeVar("Q")
+Q = TypeVar("Q", bound=msgspec.Struct)
 API = "/console/api"
 EVENTS = f"{API}/events"
 USAGE = "/usage"
@@ -362,9 +362,9 @@ def _check_administrator(viewer: views.Viewer, name: str) -> None:
 def decode_query(query: str, query_type: type[Q]) -> Q:
     """Return the decoded query of a URL. Raises InvalidRequest."""
     try:
-        return msgspec.convert(dict(parse_qsl(query)), query_type, strict=False)
+        return msgspec.convert(values := dict(parse_qsl(query)), query_type, strict=False)
     except msgspec.ValidationError as error:
-        raise errors.InvalidRequest(f"the query of the URL: {error}") from None
+        raise errors.InvalidRequest(json_body.explain(query_type, values, error)) from None
 
 
 @functools.cache

@@ -239,7 +239,7 @@ class RegisteredModel:
         if usable:
             return usable[next(self._num_picks) % len(usable)]
         if instance_id is not None:
-            raise errors.NoWorkers(f"no instance {instance_id:x} serves the model {self.name!r}")
+            raise errors.NoWorkers(f"{self.name!r} has no worker {instance_id}: choose another")
         raise errors.NoWorkers(f"the model {self.name!r} has no worker now: try again shortly")
 
 

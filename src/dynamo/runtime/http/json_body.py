@@ -157,8 +157,7 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
             for number, inner in enumerate(value)
         ]
     if isinstance(value, float) and value.is_integer():
-        is_whole = _alternative(expected, msgspec.inspect.IntType)
-        return int(value) if is_whole else value
+        return int(value) if _alternative(expected, msgspec.inspect.IntType) else value
     return value
 
 
@@ -175,7 +174,8 @@ def explain(
     For what is no body of a request, such as a file of settings. Of fields in `secrets` no value is shown.
     """
     expected = msgspec.inspect.type_info(cls)
-    found = _locate(expected, _adapt(expected, value, place, []), error, place)
+    adapted = value if "unknown field" in str(error) else _adapt(expected, value, place, [])
+    found = _locate(expected, adapted, error, place)
     is_secret = (found.param or "").rpartition(".")[2] in secrets
     return str(found).partition(", got ")[0] if is_secret else str(found)
 
@@ -197,8 +197,7 @@ def _follow(
     """Return where this path leads: the place, with the keys that it lacks, type and value; UNSET: an unknown value."""
     place = ""
     for segment in path:
-        inner = _alternative(expected, _container(segment))
-        step, expected, value = _enter(inner, value, segment)
+        step, expected, value = _enter(_alternative(expected, _container(segment)), value, segment)
         place += step
     return place, expected, value
 
@@ -290,13 +289,13 @@ def _phrase(expected: msgspec.inspect.Type) -> str:
             return _phrase_number(expected)
         case msgspec.inspect.StrType():
             form = f" like {expected.pattern}" if expected.pattern else ""
-            return "a string" + _phrase_length(expected.max_length, " characters") + form
+            return "a string" + _phrase_length(expected, " characters") + form
         case msgspec.inspect.BoolType():
             return "true or false"
         case msgspec.inspect.ListType():
-            return "a list" + _phrase_length(expected.max_length, "")
+            return "a list" + _phrase_length(expected, "")
         case msgspec.inspect.DictType():
-            return "an object" + _phrase_length(expected.max_length, " entries")
+            return "an object" + _phrase_length(expected, " entries")
         case _:
             return "an object"
 
@@ -314,8 +313,9 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
     return kind
 
 
-def _phrase_length(limit: int | None, unit: str) -> str:
-    return "" if limit is None else f" of at most {limit}{unit}"
+def _phrase_length(sized: Any, unit: str) -> str:
+    least = f"{sized.min_length} to " if sized.min_length else "at most "
+    return "" if sized.max_length is None else f" of {least}{sized.max_length}{unit}"
 
 
 def encode_inline(data: Any) -> bytes:
