@@ -352,9 +352,10 @@ class Preprocessor:
             )
             args = {**effort_args, **args}  # the caller's own variables win
         adapt = functools.partial(_adapt_messages, request, chat_template)
-        num_calls = sum(len(message.get("tool_calls") or ()) for message in request.messages)
-        is_long = len(request.messages) + num_calls > _MANY_MESSAGES
-        messages = await asyncio.to_thread(adapt) if is_long else adapt()
+        size = len(request.messages)
+        for message in request.messages:
+            size += len(message.get("tool_calls") or ())
+        messages = await asyncio.to_thread(adapt) if size > _MANY_MESSAGES else adapt()
         is_continued = bool(request.continue_final_message)
         render = functools.partial(
             chat_template.render,
