@@ -243,6 +243,8 @@ class Preprocessor:
         Raises RequestError, which names the field of the input, and its number there, as `place_of` returns them.
         """
         param, _ = place_of(len(texts) - 1)
+        num_ids = sum(len(ids) for ids in texts if not isinstance(ids, str))
+        options.check_num_embedded(num_ids, param)  # before each is looked at, on the event loop
         packed = await self._tokenize_all(texts, param)
         lengths = list(map(blocks.count, packed))
         options.check_embedding_inputs(lengths, self.context_length, place_of)

@@ -263,10 +263,6 @@ def check_prompts(prompts: Sequence[inputs.Prompt], param: str) -> None:
     if num_chars > MAX_CHARS:
         expected = f"at most {MAX_CHARS} characters in all inputs together"
         raise wrong_input(param, expected, str(num_chars))
-    num_ids = sum(len(ids) for ids in prompts if not isinstance(ids, str))
-    if num_ids > options.MAX_EMBEDDING_TOKENS:  # before each is looked at, on the event loop
-        expected = f"at most {options.MAX_EMBEDDING_TOKENS} tokens in all inputs together"
-        raise wrong_input(param, expected, str(num_ids))
 
 
 def wrong_input(param: str, expected: str, got: str) -> errors.InvalidRequest:
