@@ -42,13 +42,16 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             "The 'messages' field cannot be empty. At least one message is required.",
             param="messages",
         )
+    are_plain = True
     for number, message in enumerate(messages):
         role = message.get("role")
         if type(role) is not str or role not in _ROLES:
             raise _wrong(f"messages[{number}].role", "one of " + ", ".join(ROLES), message, "role")
         if type(message.get("content")) is not str or len(message) > 2:
             _check_rest(message, role, f"messages[{number}]")
-    check_arguments(messages)
+            are_plain = False
+    if not are_plain:
+        check_arguments(messages)
 
 
 def check_arguments(messages: list[dict[str, Any]]) -> None:

@@ -241,11 +241,15 @@ def check_embedding_inputs(
                 f"{place} has {length} tokens. Please reduce its length.",
                 param=param,
             )
-    if sum(lengths) > MAX_EMBEDDING_TOKENS:
+    check_num_embedded(sum(lengths), place_of(len(lengths) - 1)[0])
+
+
+def check_num_embedded(num_tokens: int, param: str) -> None:
+    """Raise InvalidRequest for more tokens than all inputs of a request may have together."""
+    if num_tokens > MAX_EMBEDDING_TOKENS:
         raise errors.InvalidRequest.of_param(
-            place_of(len(lengths) - 1)[0],
-            f"expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
-            f"got {sum(lengths)}",
+            param,
+            f"expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, got {num_tokens}",
         )
 
 

@@ -243,6 +243,8 @@ class Preprocessor:
         Raises RequestError, which names the field of the input, and its number there, as `place_of` returns them.
         """
         param, _ = place_of(len(texts) - 1)
+        num_ids = sum(len(ids) for ids in texts if not isinstance(ids, str))
+        options.check_num_embedded(num_ids, param)  # before each is looked at, on the event loop
         packed = await self._tokenize_all(texts, param)
         lengths = list(map(blocks.count, packed))
         options.check_embedding_inputs(lengths, self.context_length, place_of)
@@ -352,9 +354,10 @@ class Preprocessor:
             )
             args = {**effort_args, **args}  # the caller's own variables win
         adapt = functools.partial(_adapt_messages, request, chat_template)
-        num_calls = sum(len(message.get("tool_calls") or ()) for message in request.messages)
-        is_long = len(request.messages) + num_calls > _MANY_MESSAGES
-        messages = await asyncio.to_thread(adapt) if is_long else adapt()
+        size = len(request.messages)
+        for message in request.messages:
+            size += len(message.get("tool_calls") or ())
+        messages = await asyncio.to_thread(adapt) if size > _MANY_MESSAGES else adapt()
         is_continued = bool(request.continue_final_message)
         render = functools.partial(
             chat_template.render,

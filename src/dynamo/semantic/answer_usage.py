@@ -7,11 +7,24 @@ or line, may report a part.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 _OLLAMA = ("prompt_eval_count", "eval_count")
 _PROMPT_PARTS = (  # Anthropic's first one leaves out what the others count
     *("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
 )
 MARKS = (b'"usage"', b'"eval_count"')  # one is in each event that reports tokens
+
+
+class _Reported(msgspec.Struct, frozen=True):
+    """The fields of a whole answer that report tokens; its text and log probabilities may be many megabytes."""
+
+    usage: Any = None
+    prompt_eval_count: Any = None
+    eval_count: Any = None
+
+
+_decode_reported = msgspec.json.Decoder(_Reported).decode
 
 
 class AnswerUsage(NamedTuple):
@@ -29,6 +42,11 @@ def read_fields(answer: Any) -> dict[str, Any]:
             fields |= usage
         fields |= {name: holder[name] for name in _OLLAMA if name in holder}
     return fields
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """Return the same of a whole answer as JSON, of which nothing else is decoded. Raises DecodeError."""
+    return read_fields(msgspec.structs.asdict(_decode_reported(body)))
 
 
 def _holders(answer: Any) -> Iterator[dict[str, Any]]:

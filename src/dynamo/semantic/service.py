@@ -414,7 +414,7 @@ class RoutingService:
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the time and usage of a complete answer, and store it where the request's decision caches."""
         try:
-            usage = {} if body is None else answer_usage.read_fields(msgspec.json.decode(body))
+            usage = {} if body is None else answer_usage.read_body(body)
         except (msgspec.DecodeError, ValueError, RecursionError):
             usage = {}
         self._record_end(outcome, body, usage)

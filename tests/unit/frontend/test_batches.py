@@ -551,3 +551,13 @@ def test_user_without_a_home_has_batches_among_temporary_files(monkeypatch, tmp_
     folder = config.FrontendConfig().files_folder
 
     assert folder == tmp_path / f"state-{os.getuid()}" / "dynamo" / "files" / "all"
+
+
+def test_lists_of_a_line_are_counted_before_memory_is_spent_on_them():
+    prompt = "[]," * 400_000 + "[]"
+    row = f'{{"custom_id":"a","method":"POST","url":"/v1/completions","body":{{"prompt":[{prompt}]}}}}'
+
+    with pytest.raises(batch_lines.InvalidLine) as caught:
+        batch_lines.parse(row.encode(), 1, "/v1/completions", 2**23)
+
+    assert "300000 lists and objects" in caught.value.reason.message

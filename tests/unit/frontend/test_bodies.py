@@ -6,7 +6,6 @@ import json
 import grpc
 import pytest
 
-from dynamo.preprocess import options
 from waiting import PATIENT_S
 
 KEYS = '[[keys]]\nname = "alice"\nkey = "sk-alice-1"\n'
@@ -115,12 +114,3 @@ async def test_prompts_of_half_a_megabyte_reach_their_model(rig):
 
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-
-
-async def test_far_too_many_token_ids_to_embed_are_refused_unread(rig, monkeypatch):
-    monkeypatch.setattr(options, "check_ids", None)
-    body = {"model": "m", "input": [[1] * 150_001] * 2}
-    answer = await rig.client.post("/v1/embeddings", json=body)
-
-    assert answer.status_code == 400
-    assert "at most 300000 tokens in all inputs" in answer.json()["error"]["message"]

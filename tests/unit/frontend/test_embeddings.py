@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
+from dynamo.preprocess import options
 from dynamo.protocols import blocks, encoders, generate, model_card
 
 
@@ -300,3 +301,12 @@ async def test_concurrent_requests_get_their_own_vectors(rig):
     answers = await asyncio.gather(*(rig.embed("x" * n) for n in range(1, 20)))
 
     assert [vectors(one)[0][0] for one in answers] == list(range(1, 20))
+
+
+async def test_far_too_many_token_ids_are_refused_before_they_are_looked_at(rig, monkeypatch):
+    monkeypatch.setattr(options, "check_ids", None)
+    body = {"model": "e", "input": [[1] * 150_001] * 2}
+    answer = await rig.client.post("/v1/embeddings", json=body)
+
+    assert answer.status_code == 400
+    assert "at most 300000 tokens in all inputs" in answer.json()["error"]["message"]

@@ -9,7 +9,7 @@ import pytest
 from frontend_rig import outputs
 
 from dynamo.base import errors
-from dynamo.frontend.apis.responses import api
+from dynamo.frontend.apis.responses import api, request
 from dynamo.frontend.batches import runner
 from dynamo.frontend.processes import response_store
 from dynamo.protocols import generate
@@ -428,23 +428,32 @@ async def test_openai_client_streams_a_response(client, rig):
 
 
 async def test_large_input_is_listed_beside_the_event_loop(monkeypatch):
-    decode, threads = api._decode_objects, []
+    list_input, threads = request.list_input, []
 
-    def decode_in_thread(data):
+    def list_in_thread(items, digits):
         threads.append(threading.current_thread())
-        return decode(data)
+        return list_input(items, digits)
 
-    monkeypatch.setattr(api, "_decode_objects", decode_in_thread)
-    items = json.dumps([{"id": "a", "content": "x" * 300_000}]).encode()
+    monkeypatch.setattr(request, "list_input", list_in_thread)
+    items = json.dumps([{"role": "user", "content": "x" * 300_000}]).encode()
     store = response_store.ResponseStore(max_items=1, max_bytes=2**20)
     store.put("resp_1", response_store.StoredResponse(b"{}", b"[]", "", items))
     path = f"{PATH}/resp_1/input_items"
-    request = exchange.Request(method="GET", path=path, query="", headers={}, body=b"", peer="")
-    client = runner.LineExchange(request)
+    asked = exchange.Request(method="GET", path=path, query="", headers={}, body=b"", peer="")
+    client = runner.LineExchange(asked)
     handlers = types.SimpleNamespace(rights=types.SimpleNamespace(tenant_of=lambda _: ""))
     listing = api.Responses(handlers, store).list_input_items(client)
     if listing is not None:
         await listing
 
-    assert json.loads((await client.response).body)["first_id"] == "a"
+    assert json.loads((await client.response).body)["first_id"] == "msg_100in"
     assert [thread is threading.main_thread() for thread in threads] == [False]
+
+
+async def test_input_is_not_walked_through_unless_it_is_listed(rig, monkeypatch):
+    monkeypatch.setattr(request, "list_input", None)
+    body = (await ask(rig)).json()
+    where = f"{PATH}/{body['id']}"
+
+    assert (await rig.client.get(where)).status_code == 200
+    assert (await ask(rig, previous_response_id=body["id"])).status_code == 200

@@ -124,12 +124,11 @@ async def test_pod_says_what_is_wrong_with_a_compressed_request(picker, frontend
 
 
 async def test_large_request_is_decoded_beside_the_event_loop(picker, frontend, monkeypatch):
-    threads = []
-    loads = json.loads
+    make_question, threads = endpoint_picker._make_question, []
     monkeypatch.setattr(
-        endpoint_picker.json,
-        "loads",
-        lambda text: threads.append(threading.current_thread()) or loads(text),
+        endpoint_picker,
+        "_make_question",
+        lambda body: threads.append(threading.current_thread()) or make_question(body),
     )
     body = b'{"model": "a", "prompt": "%s"}' % (b"b" * 2**19)
 
@@ -137,6 +136,18 @@ async def test_large_request_is_decoded_beside_the_event_loop(picker, frontend, 
 
     assert headers[endpoint_picker.WORKER] == "8"
     assert threads[0] is not threading.main_thread()
+
+
+async def test_question_has_all_but_the_extensions_as_it_came(picker, frontend):
+    """Decoded, a body of 64 MiB takes gigabytes."""
+    body = b'{"prompt": [1.50 , {"a":1e999}], "stream": 5, "nvext": {"annotations": ["token_ids"]}}'
+
+    await pick(picker(), "/v1/completions", body)
+
+    asked = frontend.asked[0][2]
+    assert b'"prompt":[1.50 , {"a":1e999}]' in asked
+    assert json.loads(asked)["stream"] is True
+    assert json.loads(asked)["nvext"] == {"annotations": ["token_ids", "query_instance_id"]}
 
 
 @pytest.mark.parametrize(

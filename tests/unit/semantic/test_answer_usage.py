@@ -21,6 +21,13 @@ EVENTS = "text/event-stream; charset=utf-8"
 @pytest.mark.parametrize("answer", [CHAT, RESPONSE, MESSAGE, OLLAMA])
 def test_each_api_reports_tokens_in_its_own_fields(answer):
     assert answer_usage.count(answer_usage.read_fields(answer)) == (7, 3)
+    assert answer_usage.count(answer_usage.read_body(msgspec.json.encode(answer))) == (7, 3)
+
+
+def test_rest_of_a_whole_answer_is_not_decoded():
+    body = b'{"choices": [{"logprobs": 1e999, "text": "\xff"}], ' + msgspec.json.encode(CHAT)[1:]
+
+    assert answer_usage.count(answer_usage.read_body(body)) == (7, 3)
 
 
 @pytest.mark.parametrize(

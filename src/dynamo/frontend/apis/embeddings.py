@@ -259,10 +259,10 @@ def check_prompts(prompts: Sequence[inputs.Prompt], param: str) -> None:
         if not text:
             expected = "at least one character or token in each"
             raise wrong_input(param, expected, f"none in number {number}")
-    for kind, most in (str, MAX_CHARS), (list, options.MAX_EMBEDDING_TOKENS):  # on the event loop
-        if (num := sum(len(each) for each in prompts if isinstance(each, kind))) > most:
-            unit = "characters" if kind is str else "tokens"
-            raise wrong_input(param, f"at most {most} {unit} in all inputs together", str(num))
+    num_chars = sum(len(text) for text in prompts if isinstance(text, str))
+    if num_chars > MAX_CHARS:
+        expected = f"at most {MAX_CHARS} characters in all inputs together"
+        raise wrong_input(param, expected, str(num_chars))
 
 
 def wrong_input(param: str, expected: str, got: str) -> errors.InvalidRequest:

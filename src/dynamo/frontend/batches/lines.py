@@ -14,6 +14,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend.delivery import sse
 from dynamo.protocols import model_errors
+from dynamo.runtime.http import json_body
 
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S  # how long files are kept by default, as OpenAI keeps those of batches
@@ -252,8 +253,14 @@ def parse(row: bytes, number: int, endpoint: str, max_body_bytes: int) -> BatchL
         message = f"expected at most {max_body_bytes} bytes, got more"
         raise _invalid("line_too_large", message, number)
     try:
+        json_body.check_structure(row)
         line = _decode_line(row.removeprefix(codecs.BOM_UTF8))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (
+        errors.InvalidRequest,
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
         message = f"expected a JSON object with custom_id, method, url and body: {error}"
         raise _invalid("invalid_json_line", message, number) from error
     if line.url != endpoint:

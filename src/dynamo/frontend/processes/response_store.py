@@ -25,7 +25,7 @@ class StoredResponse(NamedTuple):
     conversation: bytes  # the messages up to and including the answer, without instructions
     # the key that asked for it, and the only one that may read, continue or delete it
     tenant: str = ""
-    input_items: bytes = b""  # of this request alone, in the order in which they came
+    input_items: bytes = b""  # of this request alone as they came: a text, or a list
 
     @property
     def num_bytes(self) -> int:

@@ -35,6 +35,7 @@ PATH = "/v1/responses"
 _ID_PATH = PATH + "/"
 _MAX_PAGE, _USUAL_PAGE = 100, 20  # items, as with OpenAI
 _decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_decode_input = msgspec.json.Decoder(str | list[dict[str, Any]]).decode
 _MAX_REFERENCED_BYTES = 16 * 2**20  # of the responses whose items one request names
 
 
@@ -173,7 +174,7 @@ class Responses:
             return
         try:
             options, _ = files.page_options(client, _MAX_PAGE, _USUAL_PAGE)
-            encode = functools.partial(_encode_page, options)
+            encode = functools.partial(_encode_page, options, _response_id(client))
             body = await exchange.decode_apart(stored.input_items, encode)
         except errors.InvalidRequest as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
@@ -225,9 +226,8 @@ class Responses:
             return
         renamed = response_tools.list_renamed(turn.request.tools or [])
         messages = [*turn.stored_messages, *request.convert_items(response["output"], renamed)]
-        items = request.list_input(turn.request.input, response["id"].removeprefix("resp_"))
         stored = response_store.StoredResponse(
-            sse.encode(response), sse.encode(messages), turn.tenant, sse.encode(items)
+            sse.encode(response), sse.encode(messages), turn.tenant, sse.encode(turn.request.input)
         )
         self._store.put(response["id"], stored)
 
@@ -264,13 +264,14 @@ class _StoredItems:
 
     def _read_response(self, item_id: str) -> None:
         """Add all items of the response that has this one."""
-        stored = self._store.find(response_store.response_of(item_id), self._tenant)
+        response_id = response_store.response_of(item_id)
+        stored = self._store.find(response_id, self._tenant)
         if stored is None:
             return
         self._num_bytes += len(stored.response) + len(stored.input_items)
         if self._num_bytes <= _MAX_REFERENCED_BYTES:
             output = _decode_output(stored.response).output
-            items = [*_decode_objects(stored.input_items), *output]
+            items = [*_list_items(response_id, stored.input_items), *output]
             self._items |= {item["id"]: item for item in items}
 
 
@@ -424,9 +425,15 @@ def _response_id(client: exchange.Exchange) -> str:
     return client.request.path.removeprefix(_ID_PATH).partition("/")[0]
 
 
-def _encode_page(options: lines.PageOptions, input_items: bytes) -> bytes:
-    """Return a page of these items as JSON. Raises InvalidRequest."""
-    page, has_more = _select_page(_decode_objects(input_items), options)
+def _list_items(response_id: str, stored_input: bytes) -> list[dict[str, Any]]:
+    """Return the items of a stored input. They get their ids here: most inputs are never listed."""
+    digits = response_id.removeprefix(response_store.RESPONSE_ID)
+    return request.list_input(_decode_input(stored_input), digits)
+
+
+def _encode_page(options: lines.PageOptions, response_id: str, stored_input: bytes) -> bytes:
+    """Return a page of the items of a stored input as JSON. Raises InvalidRequest."""
+    page, has_more = _select_page(_list_items(response_id, stored_input), options)
     ids = [item["id"] for item in page] or [None]
     body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
     return sse.encode({**body, "has_more": has_more})
