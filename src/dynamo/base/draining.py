@@ -46,7 +46,7 @@ class DrainSetting:
         seconds = self.default_s
         for text in (*written, environ.get(self.variable) or None, *_values_of(self.flag, words)):
             with contextlib.suppress(TypeError, ValueError):  # the former: of nothing, or of a list
-                seconds = float(text)  # type: ignore[arg-type]
+                seconds = float(text)
         return seconds
 
 
