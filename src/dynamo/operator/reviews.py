@@ -24,6 +24,14 @@ _FIELDS_OF_BETA = (
     (r"spec\.services: expected at least one service", "spec.components: expected at least one"),
 )
 _TYPES = ("frontend", "worker", "planner")
+_IDLE = {  # why a field of a service has no effect
+    "autoscaling": "has no effect on a multinode service; its replicas are those of the spec or the planner's",
+    "autoscaling.maxReplicas": "expected a number; without it the replicas stay those of minReplicas, 1 by default",
+    "scalingAdapter": "has no effect beside autoscaling, which sets the replicas",
+    "dynamoNamespace": "has no effect beside globalDynamoNamespace: the namespace of all services is dynamo",
+    "modelRef.revision": "has no effect: the command of the workers says which revision they serve",
+    "ingress": "leads nowhere: only the Service of a frontend has a port for it",
+}
 
 
 class ConversionRequest(msgspec.Struct):
@@ -136,44 +144,18 @@ def _find_idle_fields(resource: Object) -> Iterator[str]:
     is_global = any(service.get("globalDynamoNamespace") for service in services.values())
     for name, service in services.items():
         scaler, is_multinode = service.get("autoscaling") or {}, bool(service.get("multinode"))
-        is_scaled = bool(scaler.get("enabled"))
-        for is_idle, field, text in (
-            (
-                is_scaled and is_multinode,
-                "autoscaling",
-                "has no effect on a multinode service; its replicas are those of the spec or the planner's",
-            ),
-            (
-                is_scaled and not is_multinode and scaler.get("maxReplicas") is None,
-                "autoscaling.maxReplicas",
-                "expected a number; without it the replicas stay those of minReplicas, 1 by default",
-            ),
-            (
-                is_scaled
-                and not is_multinode
-                and (service.get("scalingAdapter") or {}).get("enabled"),
-                "scalingAdapter",
-                "has no effect beside autoscaling, which sets the replicas",
-            ),
-            (
-                is_global and service.get("dynamoNamespace") not in (None, "dynamo"),
-                "dynamoNamespace",
-                "has no effect beside globalDynamoNamespace: the namespace of all services is dynamo",
-            ),
-            (
-                (service.get("modelRef") or {}).get("revision"),
-                "modelRef.revision",
-                "has no effect: the command of the workers says which revision they serve",
-            ),
-            (
-                (service.get("ingress") or {}).get("enabled")
-                and (service.get("componentType") or "").lower() != "frontend",
-                "ingress",
-                "leads nowhere: only the Service of a frontend has a port for it",
-            ),
-        ):
-            if is_idle:
-                yield f"spec.services.{name}.{field}: {text}"
+        is_scaled = bool(scaler.get("enabled")) and not is_multinode
+        is_frontend = (service.get("componentType") or "").lower() == "frontend"
+        is_idle = {
+            "autoscaling": scaler.get("enabled") and is_multinode,
+            "autoscaling.maxReplicas": is_scaled and scaler.get("maxReplicas") is None,
+            "scalingAdapter": is_scaled and (service.get("scalingAdapter") or {}).get("enabled"),
+            "dynamoNamespace": is_global and service.get("dynamoNamespace") not in (None, "dynamo"),
+            "modelRef.revision": (service.get("modelRef") or {}).get("revision"),
+            "ingress": (service.get("ingress") or {}).get("enabled") and not is_frontend,
+        }
+        for field in filter(is_idle.get, is_idle):
+            yield f"spec.services.{name}.{field}: {_IDLE[field]}"
 
 
 def answer_defaulting(review: AdmissionReview) -> Object:

@@ -127,7 +127,7 @@ def test_frontend_with_tls_is_refused_before_anything_starts(monkeypatch, models
 )
 def test_options_of_several_models_are_refused_with_one(options, flag):
     with pytest.raises(errors.ConfigError, match=f"{flag}: expected several models, got one"):
-        serve.serve(serve.ServeConfig(**options))
+        serve.serve(serve.ServeConfig(engine="mocker", dry_run=True, **options))
 
 
 @pytest.mark.parametrize(
