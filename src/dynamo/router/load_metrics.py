@@ -45,7 +45,7 @@ class AggregatorConfig(component.RuntimeConfig):
         help="address of /metrics, 0.0.0.0 for all networks; with --push: host of the push gateway",
     )
     port: int = config.option(
-        9091, help="port of /metrics (0: a free one); with --push: of the push gateway", least=0
+        9091, help="port of /metrics, 0: any; with --push: of the push gateway", least=0, most=65535
     )
     push: bool = config.option(False, help="send the page to a push gateway instead of serving it")
     push_interval: float = config.option(2.0, help="seconds between two pushes", least=0.05)

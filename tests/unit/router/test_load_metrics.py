@@ -1,8 +1,10 @@
 """The page of metrics of the aggregator, `python -m dynamo.metrics`."""
 
 import msgspec
+import pytest
 
 from dynamo.base import clock as clocks
+from dynamo.base import config, errors
 from dynamo.protocols import instances, load
 from dynamo.router import load_metrics
 from dynamo.runtime import component, events
@@ -32,6 +34,12 @@ async def test_event_that_is_no_text_is_left_out_and_the_next_one_counted():
         page._take_sequences([message(good.replace(b"~", b"\xff")), message(good)])
 
         assert 'worker_id="7"} 2.0' in page._metrics.registry.render().decode()
+
+
+def test_port_that_cannot_be_is_refused_at_start():
+    argv = ("--port", "70000")
+    with pytest.raises(errors.ConfigError, match="--port: expected 0 to 65535, got 70000"):
+        config.load(load_metrics.AggregatorConfig, prog="metrics", argv=argv, environ={})
 
 
 def message(payload):
