@@ -29,9 +29,8 @@ from dynamo.preprocess.parsers import formats, parser
 from dynamo.protocols import blocks, generate, limits
 
 DEFAULT_COMPLETION_LEN = 16  # tokens, OpenAI's default for completions
-_MANY_MESSAGES = (
-    1000  # and calls, which take some milliseconds to adapt; more are adapted in a thread
-)
+# Messages and calls, which take some milliseconds to adapt; more are adapted in a thread.
+_MANY_MESSAGES = 1000
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -164,10 +163,8 @@ class Preprocessor:
         extensions = request.extensions
         if extensions.token_data is not None:
             packed = self._check_and_pack(extensions.token_data, "nvext.token_data")
-            shown = packed[
-                -self.context_length * blocks.TOKEN_BYTES :
-            ]  # longer prompts are cut or refused
-            return packed, self.text.decode(shown)
+            most = self.context_length * blocks.TOKEN_BYTES  # longer prompts are cut or refused
+            return packed, self.text.decode(packed[-most:])
         if extensions.use_raw_prompt:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt

@@ -32,9 +32,8 @@ from dynamo.preprocess import conversation, sandbox
 
 T = TypeVar("T")
 MAX_TEMPLATE_CHARS = 2**20
-MAX_CODE_CHARS = (
-    2**19
-)  # of the program that a template becomes: Python compiles it in one go, in some 0.1 s
+# Of the program that a template becomes: Python compiles it in one go, in some 0.1 s.
+MAX_CODE_CHARS = 2**19
 MAX_OTHERS = 8  # templates of requests that are kept
 MAX_PROMPT_CHARS = 32 * 2**20
 MAX_STEPS = 1_000_000

@@ -47,9 +47,8 @@ _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
 MAX_MESSAGES = 100_000  # which is what the frontend takes
-MANY_TEXTS = (
-    1000  # that are read one by one; each takes some tenths of a millisecond, however short it is
-)
+# So many texts are read one by one: each takes some tenths of a millisecond, however short it is.
+MANY_TEXTS = 1000
 _GROUP_CHARS = 4096  # of the others, which are read together
 _USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
 _USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call

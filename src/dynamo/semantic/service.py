@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from dynamo.semantic import milvus_answers
 
 _PART = 64  # texts that are embedded by one call, for a configuration
-ROUTED_AT_ONCE_BYTES = (
-    32 * 2**10
-)  # on the event loop: to read them takes some tens of milliseconds at most
+# Of a request that is read on the event loop, in some tens of milliseconds at most.
+ROUTED_AT_ONCE_BYTES = 32 * 2**10
 RELOAD_INTERVAL_S = 2.0  # between looks at the file
 _logger = logging.getLogger(__name__)
 

@@ -86,10 +86,9 @@ class LogprobReporter:
         num_sent = self._num_sent
         if self._text.stop_reason is not None:
             return [report for report, _ in self._pending if report.start < num_sent]
+        # the ends grow: none is complete behind the first that waits
         taken = itertools.takewhile(lambda each: is_last or each[1] <= num_sent, self._pending)
-        complete = [
-            report for report, _ in taken
-        ]  # the ends grow: none behind the first that waits
+        complete = [report for report, _ in taken]
         del self._pending[: len(complete)]
         return complete
 

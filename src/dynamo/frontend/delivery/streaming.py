@@ -169,9 +169,8 @@ class StreamDelivery(delivery.Delivery):
         return template.head + sse.encode_inline(text) + template.tail
 
     def usage(self) -> sse.Usage:
-        if (
-            self._has_continuous_usage or self._has_metrics
-        ):  # asked for each token, and no template is used
+        # asked for each token, and no template is used
+        if self._has_continuous_usage or self._has_metrics:
             return self.make_usage(self._num_tokens, self._num_reasoning)
         return super().usage()
 
