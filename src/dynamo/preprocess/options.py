@@ -128,6 +128,8 @@ def check_repeated(request: inputs.GenerationInput, num_tokens: int) -> None:
 
     A token counts once for its text or id, and once for each of its log probabilities.
     """
+    if request.prompt_logprobs is None and not (request.return_token_ids or request.is_echoed):
+        return  # nearly always so
     num_logprobs = 1 if request.num_logprobs is None else 2 + request.num_logprobs
     num_by_param = {
         "echo": num_logprobs if request.is_echoed else 0,

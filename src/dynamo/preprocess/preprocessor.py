@@ -350,11 +350,14 @@ class Preprocessor:
                 param=request.effort_param,
             )
             args = {**effort_args, **args}  # the caller's own variables win
-        adapt = functools.partial(_adapt_messages, request, chat_template)
         size = len(request.messages)
         for message in request.messages:
-            size += len(message.get("tool_calls") or ())
-        messages = await asyncio.to_thread(adapt) if size > _MANY_MESSAGES else adapt()
+            if "tool_calls" in message:
+                size += len(message["tool_calls"] or ())
+        if size > _MANY_MESSAGES:
+            messages = await asyncio.to_thread(_adapt_messages, request, chat_template)
+        else:
+            messages = _adapt_messages(request, chat_template)
         is_continued = bool(request.continue_final_message)
         render = functools.partial(
             chat_template.render,

@@ -69,7 +69,7 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
             raise errors.InvalidRequest.of_param(
                 "top_logprobs", "only allowed when logprobs is true"
             )
-        num_echoed = self.num_choices * len(self.echoed_message)
+        num_echoed = self.num_choices * len(self.echoed_message) if self.echo else 0
         if num_echoed > MAX_ECHOED_CHARS:
             raise errors.InvalidRequest.of_param(
                 "echo",

@@ -9,6 +9,7 @@ followed by others (`Retry`), of which the client sees nothing.
 import abc
 import asyncio
 import collections
+import functools
 import logging
 import math
 import time
@@ -449,21 +450,20 @@ class WholeDelivery(Delivery):
             )
             for index, choice in enumerate(selected)
         ]
-        usage, extra, formatter = (
-            self.usage(),
-            self.extra_fields(is_last=True),
-            self.prepared.formatter,
-        )
-
-        def encode() -> bytes:
-            return sse.encode({**formatter.whole(answers, usage), **extra})
-
+        usage, extra = self.usage(), self.extra_fields(is_last=True)
         if self._num_logprobs <= _FEW_LOGPROBS:
-            self.client.respond(200, encode(), headers=self.prepared.headers)
+            body = self._encode(answers, usage, extra)
+            self.client.respond(200, body, headers=self.prepared.headers)
             self.complete()
             return
         self._release()  # the answer is complete, whatever happens to the worker
+        encode = functools.partial(self._encode, answers, usage, extra)
         exchange.encode_apart(encode).add_done_callback(self._send)
+
+    def _encode(
+        self, answers: Sequence[sse.WholeChoice], usage: sse.Usage, extra: dict[str, Any]
+    ) -> bytes:
+        return sse.encode({**self.prepared.formatter.whole(answers, usage), **extra})
 
     def _send(self, encoded: asyncio.Future[bytes]) -> None:
         """Send the body that was encoded in a thread. A fault of ours is raised once the client has its error."""
