@@ -318,6 +318,8 @@ def warn_of_unused(settings: TierConfig, tiers: tuple[kv_events.Tier, ...]) -> N
     """Log which options are set though these tiers do not have theirs."""
     names = [name for tier, names in _OPTIONS.items() if tier not in tiers for name in names]
     unused = [f"--{n.replace('_', '-')}" for n in names if getattr(settings, n) is not None]
+    if not tiers and {*settings.kvbm_storage_tiers} - {"hbm"}:
+        unused.append(f"--kvbm-storage-tiers {','.join(settings.kvbm_storage_tiers)}")
     if unused:
         _logger.warning(
             "no effect without --connector kvbm and their tier in --kvbm-storage-tiers: %s",

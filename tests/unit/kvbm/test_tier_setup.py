@@ -113,6 +113,14 @@ def test_size_without_the_connector_is_warned_of(caplog):
     assert "--kvbm-cpu-cache-gb" in caplog.text
 
 
+@pytest.mark.parametrize(("tiers", "is_warned"), [("hbm,host_dram", True), ("hbm", False)])
+def test_tiers_without_the_connector_are_warned_of(tiers, is_warned, caplog):
+    settings = read("--kvbm-storage-tiers", tiers)
+
+    assert tier_setup.open_tiers(settings, None, None, pools.BlockPool(4), {}) is None
+    assert (f"--kvbm-storage-tiers {tiers}" in caplog.text) == is_warned
+
+
 def test_options_of_a_tier_that_is_not_listed_are_warned_of(caplog):
     settings = read(
         "--connector", "kvbm", "--kvbm-storage-tiers", "hbm,host_dram", "--kvbm-nvme-path", "/x",
