@@ -251,7 +251,7 @@ class LocalConnector:
         return PoolState(
             num_ready=sum(worker.instance is not None for worker in present),
             starting_since=tuple(
-                sorted(worker.ordered_at for worker in present if worker.instance is None)
+                sorted(self._awaited_since(each, now) for each in present if each.instance is None)
             ),
             num_draining=len(pool.workers) - len(present),
             startup_s=pool.startup_s,
@@ -259,6 +259,12 @@ class LocalConnector:
             failure=pool.failure,
             role_change_s=(pool.role_change_s or 0.0) if self._options.can_change_roles else None,
         )
+
+    def _awaited_since(self, worker: _LocalWorker, now: float) -> float:
+        """Return when a worker began to start. One that changes its role may finish its answers before, in its time."""
+        if worker.expected != "role change":
+            return worker.ordered_at
+        return min(now, worker.ordered_at + self._options.stop_timeout_s)
 
     def _change_roles(self, old: Pool, new: Pool, number: int) -> None:
         giver, taker = self._pools[old], self._pools[new]

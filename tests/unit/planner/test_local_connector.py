@@ -210,6 +210,22 @@ async def test_worker_that_changes_is_starting_in_its_new_pool_until_it_is_regis
     assert after[1].role_change_s == 0.0
 
 
+async def test_worker_that_changes_has_its_time_to_finish_its_answers(make):
+    connector, decode = make(OBEDIENT, can_change_roles=True)
+    await connector.scale(decide(0, 1))
+    decode.ids = frozenset({"a"})
+    await connector.observe()
+    await are_ready(connector)
+    await connector.scale(decide(1, 0, role_changes=-1))
+    (worker,) = all_workers(connector)
+    ((early,), (late,)) = [(await connector.observe())[0].starting_since for _ in range(2)]
+    worker.ordered_at -= 6.0  # its time is 5 s
+    (overdue,) = (await connector.observe())[0].starting_since
+
+    assert worker.ordered_at + 6.0 < early < late
+    assert overdue == worker.ordered_at + 5.0
+
+
 def all_workers(connector):
     return [worker for pool in connector._pools.values() for worker in pool.workers]
 
