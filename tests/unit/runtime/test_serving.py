@@ -1,6 +1,7 @@
 """Endpoints that a service of a user serves: their end, their metrics and their health."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -276,6 +277,18 @@ async def test_labels_and_payloads_that_cannot_be_used_are_refused(service, opti
         await service.runtime.endpoint(NAME).serve_endpoint(begin_and_wait, **options)
 
 
+@contextlib.asynccontextmanager
+async def checked_runtime(time):
+    """A runtime in virtual time whose endpoints are checked, and tasks that end with it."""
+    cluster = component.MemoryCluster()
+    async with (
+        await component.DistributedRuntime.in_memory(cluster, time=time) as runtime,
+        tasks.Tasks() as running,
+    ):
+        runtime.served.check = CHECK
+        yield runtime, running
+
+
 async def test_endpoint_that_does_not_answer_its_payload_is_not_ready_until_it_does():
     time, payloads, is_hung = clock.VirtualClock(), [], False
 
@@ -286,13 +299,7 @@ async def test_endpoint_that_does_not_answer_its_payload_is_not_ready_until_it_d
         yield "well"
         await asyncio.Event().wait()  # an answer ends behind its first item
 
-    async with (
-        await component.DistributedRuntime.in_memory(
-            component.MemoryCluster(), time=time
-        ) as runtime,
-        tasks.Tasks() as running,
-    ):
-        runtime.served.check = CHECK
+    async with checked_runtime(time) as (runtime, running):
         endpoint = runtime.endpoint(NAME)
         listed = asyncio.Event()
         running.start(
@@ -325,13 +332,7 @@ async def test_endpoint_that_hangs_in_its_end_as_well_is_not_ready(caplog):
             await asyncio.Event().wait()
         yield "never"
 
-    async with (
-        await component.DistributedRuntime.in_memory(
-            component.MemoryCluster(), time=time
-        ) as runtime,
-        tasks.Tasks() as running,
-    ):
-        runtime.served.check = CHECK
+    async with checked_runtime(time) as (runtime, running):
         endpoint = runtime.endpoint(NAME)
         serve = endpoint.serve_endpoint(handler, health_check_payload={}, on_listed=listed.set)
         running.start("serve", serve)
