@@ -1,5 +1,6 @@
 """What vLLM is told of KV events and connectors, by our flags and by its own."""
 
+import contextlib
 import importlib.util
 import pathlib
 import warnings
@@ -57,10 +58,15 @@ def test_only_an_engine_with_nixl_transfers_blocks():
         assert alone.capabilities.kv_transfer is None
 
 
+def endpoints_of(args):
+    with contextlib.ExitStack() as reservations:
+        return engine.kv_event_endpoints(args, reservations)
+
+
 def test_vllm_connects_to_our_kv_event_port():
     args = made()
 
-    endpoints = engine.kv_event_endpoints(args)
+    endpoints = endpoints_of(args)
 
     told = args.kv_events_config
     assert (told.enable_kv_cache_events, told.publisher) == (True, "zmq")
@@ -71,7 +77,7 @@ def test_vllm_connects_to_our_kv_event_port():
 def test_a_users_kv_events_config_is_kept():
     given = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:20080"}'
 
-    endpoints = engine.kv_event_endpoints(made("--kv-events-config", given))
+    endpoints = endpoints_of(made("--kv-events-config", given))
 
     assert (endpoints.endpoint, endpoints.topic) == ("tcp://*:20080", "kv")
 
@@ -81,4 +87,4 @@ def test_a_users_kv_events_config_is_kept():
     [("--no-enable-prefix-caching",), ("--kv-events-config", '{"enable_kv_cache_events": false}')],
 )
 def test_without_prefix_caching_or_events_there_is_no_endpoint(flags):
-    assert engine.kv_event_endpoints(made(*flags)) is None
+    assert endpoints_of(made(*flags)) is None

@@ -10,13 +10,15 @@ import errno
 import os
 import random
 import socket
+import sys
 from dataclasses import dataclass
 
 from dynamo.base import addresses, errors, membership
 
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 # A process binds its port some time after it was found free. So it is chosen at random, for processes that start
-# together, and not from the range of which the system gives ports to any process (usually 32768 and above).
+# together, and not from the range of which the system gives ports to any process (usually 32768 and above). Where that
+# time is long, as for an engine, the port is reserved meanwhile.
 PORT_RANGE = range(20_000, 30_000)
 _PORT_TRIES = 50
 # Connections that asyncio accepts in one turn of the loop: few, so that those over a limit are closed before all files
@@ -144,15 +146,30 @@ def describe_failure(error: OSError | UnicodeError, host: str, port: int, port_f
 
 
 def find_free_ports(num_ports: int) -> int:
-    """Return the first of `num_ports` consecutive loopback ports that are free now, for a process that starts later.
+    """Return the first of `num_ports` consecutive loopback ports that are free now, for a process that starts at once.
 
     Raises ConfigError.
     """
+    with contextlib.ExitStack() as reservations:
+        return reserve_ports(num_ports, reservations)
+
+
+def reserve_ports(num_ports: int, reservations: contextlib.ExitStack) -> int:
+    """Return the first of `num_ports` consecutive free loopback ports, and keep them until `reservations` is closed.
+
+    Meanwhile nobody else finds them free, but listeners with SO_REUSEADDR, as those of ZeroMQ and asyncio, can bind
+    them. Raises ConfigError.
+    """
     for _ in range(_PORT_TRIES):
         first = random.randrange(PORT_RANGE.start, PORT_RANGE.stop - num_ports)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as holders:
             for port in range(first, first + num_ports):
-                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                holder = holders.enter_context(socket.socket())
+                holder.bind(("127.0.0.1", port))
+                # Set after the bind, which so refuses a port that another process has reserved.
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform == "linux":  # elsewhere a bound port cannot be bound again
+                reservations.enter_context(holders.pop_all())
             return first
     raise errors.ConfigError(
         f"found no {num_ports} consecutive free ports from {PORT_RANGE.start} to {PORT_RANGE.stop}"

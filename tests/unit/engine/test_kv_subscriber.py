@@ -1,6 +1,7 @@
 """The KV event subscriber against a publisher as vLLM's: a PUB socket that connects, a ROUTER that replays."""
 
 import asyncio
+import contextlib
 import errno
 
 import msgspec
@@ -22,6 +23,11 @@ def payload(number, rank=0):
         "token_ids": [number, number], "block_size": BLOCK,
     }  # fmt: skip
     return msgspec.msgpack.encode([0.5, [block], rank])
+
+
+def free_endpoints(num_ranks):
+    with contextlib.ExitStack() as reservations:
+        return kv_subscriber.PublisherEndpoints.on_free_ports(num_ranks, reservations)
 
 
 class Publisher:
@@ -103,7 +109,7 @@ async def start():
 
 
 async def test_events_of_each_rank_are_delivered(start):
-    _, publishers, listener = await start(kv_subscriber.PublisherEndpoints.on_free_ports(2), 2)
+    _, publishers, listener = await start(free_endpoints(2), 2)
 
     publishers[1].tell(0)
     first = await listener.next_tokens()
@@ -115,9 +121,7 @@ async def test_events_of_each_rank_are_delivered(start):
 
 
 async def test_missed_batches_are_replayed(start):
-    subscriber, (publisher,), listener = await start(
-        kv_subscriber.PublisherEndpoints.on_free_ports(1)
-    )
+    subscriber, (publisher,), listener = await start(free_endpoints(1))
 
     publisher.tell(3)
     await publisher.answer(until=4)
@@ -131,9 +135,7 @@ async def test_missed_batches_are_replayed(start):
 async def test_events_go_on_when_there_is_no_file_left_to_ask_for_missed_ones(
     start, monkeypatch, caplog
 ):
-    subscriber, (publisher,), listener = await start(
-        kv_subscriber.PublisherEndpoints.on_free_ports(1)
-    )
+    subscriber, (publisher,), listener = await start(free_endpoints(1))
 
     def refuse(kind):
         raise zmq.ZMQError(errno.EMFILE)
@@ -162,8 +164,17 @@ async def test_the_subscriber_connects_to_a_users_endpoint(start, caplog):
     assert "1 blocks dropped without a hash, 1 gaps after which all were cleared" in caplog.text
 
 
+async def test_the_subscriber_and_the_publisher_bind_the_ports_that_are_kept_for_them(start):
+    with contextlib.ExitStack() as reservations:
+        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(1, reservations)
+        _, (publisher,), listener = await start(endpoints)
+
+    publisher.tell(0)
+    await listener.next_tokens()
+
+
 async def test_an_endpoint_in_use_is_refused():
-    endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(1)
+    endpoints = free_endpoints(1)
     subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, 1)
 
     with pytest.raises(errors.ConfigError, match="cannot subscribe to KV events at 'tcp://127"):

@@ -1,5 +1,6 @@
 """Our flags and SGLang's, by a fake of SGLang's parser."""
 
+import contextlib
 import json
 import os
 
@@ -17,9 +18,9 @@ def made(*flags, **settings):
 
 
 def endpoints(*flags):
-    with fake_sglang.adapter() as engine:
+    with fake_sglang.adapter() as engine, contextlib.ExitStack() as reservations:
         args = made(*flags)
-        return args, engine.kv_event_endpoints(args)
+        return args, engine.kv_event_endpoints(args, reservations)
 
 
 def test_the_kv_event_endpoint_is_set_for_sglang():

@@ -247,7 +247,7 @@ async def test_vllms_processes_inherit_variables_that_this_process_does_not_keep
     monkeypatch.setenv("KEPT", "before")
     monkeypatch.delenv("NEW", raising=False)
 
-    world = await World(environment={"KEPT": "while", "NEW": "1"}).start()
+    world = await World(environment=lambda _: {"KEPT": "while", "NEW": "1"}).start()
 
     assert (world.inner.environment["KEPT"], world.inner.environment["NEW"]) == ("while", "1")
     assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)

@@ -1,11 +1,13 @@
 """A listener takes the first free port of its range, and is published where others reach it."""
 
+import contextlib
 import socket
 
 import pytest
 
 from dynamo.base import addresses, errors
 from dynamo.runtime import listening
+from waiting import PATIENT_S
 
 
 def test_first_free_port_of_a_range_is_listened_on():
@@ -82,6 +84,21 @@ def test_ports_in_use_are_not_free(monkeypatch):
 
         with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
             listening.find_free_ports(1)
+
+
+def test_a_reserved_port_is_found_by_nobody_else_but_can_be_listened_on(monkeypatch):
+    with contextlib.ExitStack() as reservations:
+        port = listening.reserve_ports(1, reservations)
+        monkeypatch.setattr(listening, "PORT_RANGE", range(port, port + 2))
+
+        with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
+            listening.find_free_ports(1)
+        with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
+            listening.reserve_ports(1, reservations)
+        with socket.create_server(("127.0.0.1", port)) as server:
+            reservations.close()
+            with socket.create_connection(server.getsockname(), timeout=PATIENT_S):
+                server.accept()[0].close()
 
 
 def test_name_that_no_host_can_have_is_refused_for_the_system_port():

@@ -10,6 +10,7 @@ them. So further batches wait in ZeroMQ with its bounded queue, and batches that
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -46,9 +47,11 @@ class PublisherEndpoints:
     topic: str = ""
 
     @classmethod
-    def on_free_ports(cls, num_ranks: int) -> "PublisherEndpoints":
-        """Return endpoints on free loopback ports. Raises ConfigError."""
-        first, first_replay = (listening.find_free_ports(num_ranks) for _ in range(2))
+    def on_free_ports(
+        cls, num_ranks: int, reservations: contextlib.ExitStack
+    ) -> "PublisherEndpoints":
+        """Return endpoints on free loopback ports, kept until `reservations` is closed. Raises ConfigError."""
+        first, first_replay = (listening.reserve_ports(num_ranks, reservations) for _ in range(2))
         return cls(
             endpoint=f"tcp://127.0.0.1:{first}", replay_endpoint=f"tcp://127.0.0.1:{first_replay}"
         )

@@ -18,6 +18,7 @@ predicts the first token.
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -247,13 +248,16 @@ class _SglangParser(argparse.ArgumentParser):
         raise errors.ConfigError(f"SGLang: {message}")
 
 
-def kv_event_endpoints(args: ServerArgs) -> kv_subscriber.PublisherEndpoints | None:
+def kv_event_endpoints(
+    args: ServerArgs, reservations: contextlib.ExitStack
+) -> kv_subscriber.PublisherEndpoints | None:
     """Return where SGLang publishes its KV events, or None if it publishes none.
 
-    Unless the user has configured it, free ports are chosen and written into `args`.
+    Unless the user has configured it, free ports are chosen, written into `args` and kept until `reservations` is
+    closed.
     """
     if args.kv_events_config is None and not args.disable_radix_cache:
-        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(args.dp_size)
+        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(args.dp_size, reservations)
         args.kv_events_config = json.dumps({"publisher": "zmq", **dataclasses.asdict(endpoints)})
         return endpoints
     config = json.loads(args.kv_events_config or "{}")
@@ -285,9 +289,20 @@ class SglangLibrary:
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._record_death)
-        endpoints = kv_event_endpoints(self._args)
-        if endpoints is not None:
-            self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, self._args.dp_size)
+        with contextlib.ExitStack() as reservations:
+            endpoints = kv_event_endpoints(self._args, reservations)
+            if endpoints is not None:
+                self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, self._args.dp_size)
+            await self._start_engine()
+        loop.add_signal_handler(signal.SIGQUIT, self._record_death)
+        facts = _facts(self._started)
+        self._features = self._features._replace(context_length=facts.context_length)
+        if self._kv_subscriber is not None:
+            self._kv_subscriber.start(facts.kv_block_size, on_kv_events)
+        return facts
+
+    async def _start_engine(self) -> None:
+        """Load the engine without blocking the event loop. Raises EngineFailed."""
         try:
             self._engine = await asyncio.to_thread(Engine, server_args=self._args)
             # SGLang installs signal handlers once, when its streams are first read: that happens here, so that ours
@@ -297,12 +312,6 @@ class SglangLibrary:
             raise errors.EngineFailed(
                 f"SGLang did not start: {type(error).__name__}: {error}"
             ) from error
-        loop.add_signal_handler(signal.SIGQUIT, self._record_death)
-        facts = _facts(self._started)
-        self._features = self._features._replace(context_length=facts.context_length)
-        if self._kv_subscriber is not None:
-            self._kv_subscriber.start(facts.kv_block_size, on_kv_events)
-        return facts
 
     @property
     def vocab_size(self) -> int:

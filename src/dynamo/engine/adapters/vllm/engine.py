@@ -55,13 +55,17 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
         raise errors.ConfigError(
             "--enable-sleep-mode: expected --connector none: NIXL would read memory that was released"
         )
-    port = listening.find_free_ports(args.data_parallel_size)
+
+    def environment(reservations: contextlib.ExitStack) -> Mapping[str, str]:
+        port = listening.reserve_ports(args.data_parallel_size, reservations)
+        return connectors.side_channel(os.environ, port)
+
     return kv_transfer_engine.KvTransferEngine(
         engine,
         clocks.SystemClock(),
         engine_id=transfer.engine_id,
         connector=transfer.kv_connector,
-        environment=connectors.side_channel(os.environ, port),
+        environment=environment,
     )
 
 
@@ -89,16 +93,17 @@ class VllmLibrary:
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
-        endpoints = kv_event_endpoints(self._args)
-        config = versions.make_config(self._args)
-        connectors.check_device(self._args.kv_transfer_config, config.device_config.device_type)
-        if connectors.has_tiers(self._args.kv_transfer_config):
-            connectors.check_layers(config)
-        if endpoints is not None:
-            self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(
-                endpoints, self._args.data_parallel_size
-            )
-        self._llm = await versions.start(self._args, config, self._load.record)
+        with contextlib.ExitStack() as reservations:
+            endpoints = kv_event_endpoints(self._args, reservations)
+            config = versions.make_config(self._args)
+            connectors.check_device(self._args.kv_transfer_config, config.device_config.device_type)
+            if connectors.has_tiers(self._args.kv_transfer_config):
+                connectors.check_layers(config)
+            if endpoints is not None:
+                self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(
+                    endpoints, self._args.data_parallel_size
+                )
+            self._llm = await versions.start(self._args, config, self._load.record)
         # vLLM's engine would end with the first request for an adapter that it cannot load.
         for lora in self._loras.values():
             try:
@@ -349,15 +354,18 @@ def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versi
 
 
 def kv_event_endpoints(
-    args: versions.AsyncEngineArgs,
+    args: versions.AsyncEngineArgs, reservations: contextlib.ExitStack
 ) -> kv_subscriber.PublisherEndpoints | None:
     """Return where vLLM publishes its KV events, or None if it publishes none.
 
-    Unless the user has configured it, free ports are chosen and written into `args`.
+    Unless the user has configured it, free ports are chosen, written into `args` and kept until `reservations` is
+    closed.
     """
     config = args.kv_events_config
     if config is None and args.enable_prefix_caching is not False:
-        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(args.data_parallel_size)
+        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(
+            args.data_parallel_size, reservations
+        )
         args.kv_events_config = versions.KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", **dataclasses.asdict(endpoints)
         )

@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -58,9 +57,12 @@ class KvTransferEngine:
         *,
         engine_id: str,
         connector: str,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Callable[[contextlib.ExitStack], Mapping[str, str]] = lambda _: {},
     ) -> None:
-        """`environment` is set while the engine starts: its processes inherit it."""
+        """`environment` is set while the engine starts: its processes inherit it.
+
+        The ports that it names are kept until then, by the stack that it gets.
+        """
         self._engine = engine
         self._clock = clock
         self.load, self.clear_kv_blocks = engine.load, engine.clear_kv_blocks
@@ -87,7 +89,7 @@ class KvTransferEngine:
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Start the engine within, between it and `sink` a look at first outputs."""
-        with _environment(self._environment):
+        with contextlib.ExitStack() as reservations, _environment(self._environment(reservations)):
             facts = await self._engine.start(_ImportSink(sink, self))
         self._sink = sink
         return facts
