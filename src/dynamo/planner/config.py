@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamo.base import config, errors
-from dynamo.planner import policies, predictors, regression_policy
+from dynamo.planner import policies, predictive_policy, predictors, regression_policy
 from dynamo.runtime import component
 
 Backend = Literal["native", "mocker", "vllm", "sglang", "trtllm", "llamacpp"]
@@ -110,7 +110,8 @@ class ScalingConfig:
     )
     scale_down_delay: float = config.option(
         -1.0,
-        help="seconds for which fewer workers must suffice before one goes; -1: one start-up time and one interval",
+        help="seconds for which fewer workers must suffice before one goes; -1: one start-up time and one interval,"
+        " less three intervals with policy predictive and predictor seasonal: its forecasts hold the recent peak",
         least=-1,
     )
     decode_kv_scale_up_threshold: float = config.option(
@@ -189,7 +190,16 @@ class ScalingConfig:
 
     @property
     def stabilization_s(self) -> float:
-        """Return the seconds for which fewer workers, or another form, must suffice before the planner acts."""
+        """Return the seconds for which fewer workers must suffice before one goes."""
+        if self.scale_down_delay >= 0 or self.policy != "predictive":
+            return self.settle_s
+        return predictive_policy.stabilization_s(
+            self.load_predictor, self.startup_time, self.adjustment_interval
+        )
+
+    @property
+    def settle_s(self) -> float:
+        """Return the seconds for which another form of deployment must suffice before the planner takes it."""
         default_s = self.startup_time + self.adjustment_interval  # until a new worker could serve
         return default_s if self.scale_down_delay < 0 else self.scale_down_delay
 

@@ -5,7 +5,8 @@ A worker that is ordered now serves after its start-up time. The policy therefor
 - asks for more workers for the traffic at that time, plus those that work off, within `catch_up_s`, the prompts that
   will be waiting by then, with a margin for what forecasts of this length lacked so far;
 - gives up a worker only if none of the predictions until then needs it: it could not be back in time. Where a period
-  foretells the load, that alone decides; otherwise the limits wait whether the load stays low.
+  foretells the load, that alone decides; otherwise the limits wait whether the load stays low, and a rising load is
+  taken to rise on. What was enough for giving up a worker is enough for not ordering it again, until the load rises.
 
 The number of workers for a rate of requests follows from the waiting time (`policies`): prompts are computed without
 what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
@@ -15,25 +16,22 @@ profile that holds the ITL, for the answers that are expected and for those that
 """  # decider
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from dynamo.planner import policies
+from dynamo.planner import policies, predictors
+from dynamo.planner.forecast import Forecast, RequestShape
 from dynamo.planner.observation import Observation, PoolLoad, Replicas, Traffic
 from dynamo.planner.policies import Prediction, Proposal, Targets, in_mode
 from dynamo.planner.predictors import Predictor
 from dynamo.planner.profile import ProfileCorrection, WorkerProfile
 
-_SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
-_MOST_BURSTINESS = 6.0
-_VARIETY_WEIGHT = 5  # intervals
-_NUM_OUTCOMES = 40
-_MEMORY = 0.9  # weight of the lengths of the interval before
 _LEAST_SERVABLE = 0.5  # share of requests whose own prefill leaves time for the TTFT target
-_TREND_INTERVALS = 3  # that a growing number of answers is continued
+_TREND_INTERVALS = 3  # that a growing number of answers, or a rising load, is continued
 _LEAD_STEPS = 7  # intervals of the series in the time until a new worker serves, at most
-_FIRST_MARGIN, _MOST_MARGIN = 1.15, 1.25  # before enough forecasts came due, and at most
+_STEADY = 1.05  # times the work of earlier intervals, up to which the load does not rise
+_LEAST_GROWTH = 1.1  # of the load that the workers which remain must be able to carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,139 +44,20 @@ class Headroom:
     catch_up_s: float = 30.0  # to work off a queue once the workers are there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
-    """The mean request, of which `isl` counts only tokens that no cache holds."""
+def stabilization_s(predictor: str, startup_s: float, interval_s: float) -> float:
+    """Return the seconds for which fewer workers must have sufficed.
 
-    isl: float
-    osl: float
-    context: float  # tokens in the KV cache, on average while it decodes
-    new_lens: Mapping[float, float] = field(default_factory=dict)  # shares by new tokens; {}: equal
-
-
-class Forecast:
-    """The series of prompt tokens, the slow means of lengths, and how far earlier forecasts were too low.
-
-    The series is one of tokens per second: the seconds of its values change with the measured start-up time.
+    An idle worker is kept for about as long as a start takes. The forecasts of the seasonal predictor hold the recent
+    peak, which keeps it for some intervals already.
     """
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-        self._isl: float | None = None
-        self._osl: float | None = None
-        self._hit_rate: float | None = None
-        self._prompt_lens: dict[float, float] = {}  # requests by length, older ones for less
-        self._work: deque[float] = deque(maxlen=20)  # prompt tokens of an interval
-        self._pending: deque[tuple[int, float]] = deque()  # forecasts, by the interval they are for
-        self._outcomes: deque[tuple[float, float]] = deque(maxlen=_NUM_OUTCOMES)  # foretold, actual
-        self._interval_s = 0.0  # of the values in `_work`
-        self._num_intervals = 0
-        self._open_work = self._open_s = 0.0  # of the interval that is not complete
-
-    def add(self, traffic: Traffic, elapsed_s: float, interval_s: float) -> None:
-        """Record traffic; the series has a value for each `interval_s` seconds or a little more."""
-        if traffic.num_requests:
-            self._isl = _blend(self._isl, traffic.isl)
-            self._osl = _blend(self._osl, traffic.osl)
-            self._hit_rate = _blend(self._hit_rate, traffic.hit_rate)
-            lens = {length: _MEMORY * num for length, num in self._prompt_lens.items()}
-            for length, num in traffic.prompt_lens.items():
-                lens[length] = lens.get(length, 0.0) + num
-            self._prompt_lens = lens
-        is_known = traffic.isl is not None and math.isfinite(traffic.isl)
-        self._open_work += traffic.num_requests * ((traffic.isl if is_known else self._isl) or 0.0)
-        self._open_s += elapsed_s
-        if self._open_s < 0.99 * interval_s and self._num_intervals:
-            return
-        tokens_per_s = self._open_work / self._open_s
-        self._open_work = self._open_s = 0.0
-        if not 2 / 3 < self._interval_s / interval_s < 3 / 2:
-            self._work.clear()  # a jump from one length to the other is no burst
-            self._interval_s = interval_s
-        self._work.append(tokens_per_s * interval_s)
-        self._predictor.add(tokens_per_s)
-        self._num_intervals += 1
-        while self._pending and self._pending[0][0] <= self._num_intervals:
-            _, expected = self._pending.popleft()
-            if expected > 0:
-                self._outcomes.append((expected, tokens_per_s))
-
-    def rates(self, num_steps: int) -> list[float]:
-        """Return the requests per second of the next intervals."""
-        basis = self._predictor.basis
-        tokens_per_s = self._predictor.forecast(num_steps)
-        if self._predictor.basis != basis:
-            self._pending.clear()
-            self._outcomes.clear()
-        lead = max(1, num_steps - 1)
-        due = self._num_intervals + lead
-        if not self._pending or self._pending[-1][0] < due:
-            self._pending.append((due, tokens_per_s[lead - 1]))
-        return [each / (self._isl or 1.0) for each in tokens_per_s]
-
-    @property
-    def is_periodic(self) -> bool:
-        """Return True if the last forecast repeats a period."""
-        return self._predictor.basis == "period"
-
-    @property
-    def margin(self) -> float:
-        """Return the factor that eight of ten forecasts would have needed, at least 1."""
-        if len(self._outcomes) < 5:
-            return 1.0 if self.is_periodic else _FIRST_MARGIN  # a period has foretold well already
-        ratios = sorted(actual / expected for expected, actual in self._outcomes)
-        return min(_MOST_MARGIN, max(1.0, ratios[len(ratios) * 8 // 10]))
-
-    @property
-    def burstiness(self) -> float:
-        """Return the variance of the arriving tokens over that of equal prompts in a Poisson process.
-
-        It is that of second differences, in which a steady rise or fall of the rate leaves nothing. It is at least what
-        the lengths of the prompts cause, which also counts as much as five intervals: few of them tell little.
-        """
-        work = list(self._work)
-        if len(work) < 5 or not self._isl:
-            return min(_MOST_BURSTINESS, self._variety)
-        triples = zip(work, work[1:], work[2:], strict=False)
-        squares = sorted((a - 2 * b + c) ** 2 / 6 for a, b, c in triples)
-        squares = squares[: len(squares) - len(squares) // 8]  # without the largest: steps
-        mean = max(1.0, sum(work) / len(work)) * self._isl
-        measured = min(_MOST_BURSTINESS, max(1.0, sum(squares) / len(squares) / mean))
-        weight = (len(work) - 4) / (len(work) - 4 + _VARIETY_WEIGHT)
-        blended = weight * measured + (1 - weight) * self._variety
-        return min(_MOST_BURSTINESS, max(self._variety, blended))
-
-    @property
-    def _variety(self) -> float:
-        """Return the mean square of the prompts' lengths over the square of their mean."""
-        lens = self._prompt_lens
-        total = sum(lens.values())
-        mean = sum(n * num for n, num in lens.items()) / total if total else 0.0
-        return sum(n * n * num for n, num in lens.items()) / total / mean**2 if mean else 1.0
-
-    @property
-    def shape(self) -> RequestShape | None:
-        """Return the mean request; None before the first, and while prompts have no tokens."""
-        if not self._isl:
-            return None
-        osl = self._osl or 1.0
-        new_tokens = max(1.0, self._isl * (1 - (self._hit_rate or 0.0)))
-        total = sum(self._prompt_lens.values())
-        return RequestShape(
-            isl=new_tokens,
-            osl=osl,
-            context=self._isl + osl / 2,
-            new_lens={
-                length * new_tokens / self._isl: num / total
-                for length, num in self._prompt_lens.items()
-            },
-        )
+    lead_s = startup_s + interval_s
+    num_held = predictors.RECENT if predictor == predictors.SEASONAL else 0
+    return max(lead_s / 2, lead_s - num_held * series_interval_s(interval_s, lead_s))
 
 
-def _blend(mean: float | None, value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return mean
-    return value if mean is None else mean + _SMOOTHING * (value - mean)
+def series_interval_s(interval_s: float, lead_s: float) -> float:
+    """Return the seconds of one value of the series of traffic: those of shorter intervals are noise."""
+    return max(interval_s, lead_s / _LEAD_STEPS)
 
 
 class PredictivePolicy:
@@ -201,11 +80,14 @@ class PredictivePolicy:
         self._forecast = Forecast(make_predictor())
         self._sizing: Sizing | None = None  # of the last proposal
         self._decode_tokens = 0.0  # in use at the last proposal
+        self._present = Replicas(0, 0)  # at the last proposal
+        self._gave_up_at = -math.inf
+        self._adds_workers = False  # the last proposal, to one of the pools
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
         """Return the workers for the traffic one start-up time ahead."""
         lead_s = self._lead_s(observation)
-        interval_s = max(observation.interval_s, lead_s / _LEAD_STEPS)  # shorter ones are noise
+        interval_s = series_interval_s(observation.interval_s, lead_s)
         self._forecast.add(traffic, observation.interval_s, interval_s)
         present = observation.num_ordered
         shape = self._forecast.shape
@@ -223,7 +105,7 @@ class PredictivePolicy:
         num_steps = max(1, math.ceil(lead_s / interval_s))
         rates = self._forecast.rates(num_steps + 1)
         backlog = self._backlog(observation, sizing, rates, interval_s, num_waiting)
-        margin = 1.0 if sizing.unreachable else self._forecast.margin
+        margin = self._margin(observation, lead_s)
         later_rate = max(rates[num_steps - 1 :])
         extra_per_s = backlog / self._headroom.catch_up_s
         needed = sizing.workers(later_rate, extra_per_s=extra_per_s)
@@ -235,7 +117,8 @@ class PredictivePolicy:
             kept = max(held, min(soon, present.decode))
             needed = needed._replace(decode=max(needed.decode, kept))
             ordered = ordered._replace(decode=max(ordered.decode, held))
-        peak_rate = max(*rates, traffic.num_requests / observation.interval_s)
+        rate = traffic.num_requests / observation.interval_s
+        peak_rate = max(*rates, rate, self._forecast.recent_peak)
         retained = sizing.workers(peak_rate, extra_per_s=num_waiting / self._headroom.catch_up_s)
         replicas = Replicas(
             *(
@@ -245,8 +128,10 @@ class PredictivePolicy:
         )
         if not policies.has_load(observation, traffic) and max(rates) * lead_s < 0.5:
             replicas = Replicas(0, 0)
+        replicas = in_mode(self._targets.mode, replicas, present)
+        self._adds_workers = any(map(operator.gt, replicas, present))
         return Proposal(
-            replicas=in_mode(self._targets.mode, replicas, present),
+            replicas=replicas,
             reason=(
                 f"{later_rate:.3g} requests/s of {shape.isl:.0f} new+{shape.osl:.0f} tokens predicted in"
                 f" {lead_s:.0f} s, {backlog:.0f} waiting by then{self._correction.describe()}"
@@ -258,6 +143,17 @@ class PredictivePolicy:
             unreachable=sizing.unreachable,
             is_firm=self._forecast.is_periodic,
         )
+
+    def _margin(self, observation: Observation, lead_s: float) -> float:
+        """Return the factor on the predicted rate for which workers are ordered."""
+        present = observation.num_ordered
+        if any(map(operator.lt, present, self._present)):
+            self._gave_up_at = observation.at
+        self._present = present
+        has_given_up = observation.at - self._gave_up_at < lead_s
+        if has_given_up and self._forecast.growth < _STEADY:
+            return 1.0
+        return 1.0 if self.is_out_of_reach else self._forecast.margin
 
     def _corrected_profile(self, observation: Observation, shape: RequestShape) -> WorkerProfile:
         if self._corrects:
@@ -278,10 +174,15 @@ class PredictivePolicy:
         return self._sizing is not None and bool(self._sizing.unreachable)
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
-        """Return True if fewer workers would hold the targets at the present rate with a tenth more."""
+        """Return True if fewer workers would hold the targets at the present rate with a tenth more.
+
+        A load that rises, for which no pool gets workers of the other one, must find them as if it rose on.
+        """
         if self._sizing is None:
             return True
-        needed = self.workers(1.1 * traffic.num_requests / observation.interval_s)
+        rise = 0.0 if self._adds_workers else self._forecast.growth - 1
+        growth = max(_LEAST_GROWTH, 1 + _TREND_INTERVALS * rise)
+        needed = self.workers(growth * traffic.num_requests / observation.interval_s)
         match self._targets.mode:
             case "agg" | "decode":
                 return needed.decode <= fewer.decode

@@ -17,11 +17,13 @@ from typing import Protocol
 from dynamo.base import errors
 
 DEFAULT_WINDOW = 50
+SEASONAL = "seasonal"
 _LEAST_POINTS = 5  # below, arima and kalman return the last value
 _MAX_ORDER = 5
 _LEAST_LIKENESS = 0.7  # of a series with itself one period ago
 _MULTIPLES = 0.1  # by which twice the period may be more alike than the period
 _LEAST_PERIOD = 4  # intervals
+RECENT = 3  # intervals, below the peak of which a trend of the seasonal predictor does not fall
 _MOST_ERROR = 0.25  # squared, of forecasts by a period, as a share of that of the last value
 
 
@@ -183,7 +185,7 @@ class SeasonalPredictor:
             self.basis = "period"
             return _repeat(values, period, num_steps)
         self.basis = "trend"
-        recent, ceiling = max(values[-3:], default=0.0), max(values, default=0.0)
+        recent, ceiling = max(values[-RECENT:], default=0.0), max(values, default=0.0)
         return [min(ceiling, max(recent, v)) for v in self._trend.forecast(num_steps)]
 
 
@@ -245,7 +247,7 @@ PREDICTORS: dict[str, Callable[[int], Predictor]] = {
     "moving-average": MovingAveragePredictor,
     "arima": ArimaPredictor,
     "kalman": KalmanPredictor,
-    "seasonal": SeasonalPredictor,
+    SEASONAL: SeasonalPredictor,
 }
 
 

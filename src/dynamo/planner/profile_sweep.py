@@ -21,9 +21,10 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
+from dynamo.planner.forecast import RequestShape
 from dynamo.planner.observation import Replicas
 from dynamo.planner.policies import Targets
-from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
+from dynamo.planner.predictive_policy import Headroom, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.protocols import graph_deployment
 from dynamo.runtime.http import client

@@ -24,10 +24,11 @@ from dynamo.planner import profile_files, scaling_pipeline
 from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
+from dynamo.planner.forecast import RequestShape
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import Fresh, Observation, PoolLoad, Stale
 from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
-from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
+from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.regression_policy import RegressionPolicy
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
@@ -69,7 +70,7 @@ def make_policy(settings: ScalingConfig) -> Policy:
         return PredictivePolicy(profile, targets, predictor, headroom, corrects=settings.correction)
 
     if settings.mode == "auto":
-        return AutoPolicy(targets, make_predictive, settle_s=settings.stabilization_s)
+        return AutoPolicy(targets, make_predictive, settle_s=settings.settle_s)
     return make_predictive(targets)
 
 

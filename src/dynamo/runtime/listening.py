@@ -157,8 +157,8 @@ def find_free_ports(num_ports: int) -> int:
 def reserve_ports(num_ports: int, reservations: contextlib.ExitStack) -> int:
     """Return the first of `num_ports` consecutive free loopback ports, and keep them until `reservations` is closed.
 
-    Meanwhile nobody else finds them free, but listeners with SO_REUSEADDR, as those of ZeroMQ and asyncio, can bind
-    them. Raises ConfigError.
+    Meanwhile no other process finds them free, but listeners with SO_REUSEADDR, as those of ZeroMQ and asyncio, can
+    bind them. Raises ConfigError.
     """
     for _ in range(_PORT_TRIES):
         first = random.randrange(PORT_RANGE.start, PORT_RANGE.stop - num_ports)

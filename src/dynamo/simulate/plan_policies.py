@@ -122,7 +122,9 @@ def make_decide(
             policy = predictive_policy.PredictivePolicy(
                 profile, targets, make_predictor, corrects=scenario.corrects
             )
-            stabilization_s = scenario.startup_s + scenario.interval_s
+            stabilization_s = predictive_policy.stabilization_s(
+                predictor, scenario.startup_s, scenario.interval_s
+            )
         case "sla":
             arima = functools.partial(predictors.make_predictor, "arima")
             policy = policies.SlaPolicy(profile, targets, arima)

@@ -31,6 +31,13 @@ def test_flags_of_the_original_are_accepted():
     assert scaling.targets.itl_s == 0.05
 
 
+def test_delay_of_scaling_down_follows_the_policy_unless_it_is_given():
+    assert ScalingConfig(policy="load").stabilization_s == 70.0
+    assert ScalingConfig(policy="predictive").stabilization_s < 70.0
+    assert ScalingConfig(policy="predictive").settle_s == 70.0
+    assert ScalingConfig(policy="predictive", scale_down_delay=90.0).stabilization_s == 90.0
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("500", 0.5), ("0.5s", 0.5), ("1ms", 0.001), ("12.5", 0.0125)]
 )

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.planner import predictors
+from dynamo.planner.forecast import Forecast, RequestShape
 from dynamo.planner.observation import Fresh, PoolLoad, PoolState, ReportedLoad, Traffic
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import (
-    Forecast,
     Headroom,
     PredictivePolicy,
-    RequestShape,
     Sizing,
+    stabilization_s,
 )
 from dynamo.planner.profile import DecodePoint, DecodeSurface, WorkerProfile
 from dynamo.protocols.load import ForwardPass
@@ -157,6 +157,61 @@ def test_burstiness_is_at_least_what_unequal_prompts_cause():
         forecast.add(Traffic(num_requests=100, isl=1050, prompt_lens=lens), 10.0, 10.0)
 
     assert forecast.burstiness == pytest.approx((0.9 * 500**2 + 0.1 * 6000**2) / 1050**2)
+
+
+def forecast_of(*nums_requests):
+    forecast = Forecast(Numbered())
+    for number in nums_requests:
+        forecast.add(Traffic(num_requests=number, isl=1000), 10.0, 10.0)
+    return forecast
+
+
+def test_growth_compares_the_last_interval_with_three_before_it():
+    assert forecast_of(500, 80, 100, 120, 150).growth == pytest.approx(1.5)
+    assert forecast_of(0, 0, 7).growth == 1.0
+    assert forecast_of().growth == 1.0
+
+
+def test_recent_peak_counts_where_the_load_has_fallen_deeply():
+    assert forecast_of(200, 200, 200, 100, 90, 80, 85).recent_peak == 0.0
+    assert forecast_of(200, 200, 200, 100, 50, 40, 50).recent_peak == 20.0
+    assert forecast_of(*(200,) * 3, *(40,) * 6).recent_peak == 4.0  # the peak was long ago
+
+
+@pytest.mark.parametrize(("predictor", "seconds"), [("kalman", 70.0), ("seasonal", 40.0)])
+def test_an_idle_worker_is_kept_for_a_start_up_time_of_which_the_forecast_holds_some(
+    predictor, seconds
+):
+    assert stabilization_s(predictor, 60.0, 10.0) == seconds
+    assert stabilization_s(predictor, 60.0, 60.0) >= 60.0
+
+
+def test_worker_that_was_given_up_is_not_ordered_again_before_the_load_rises():
+    policy = make_policy("prefill")
+    proposals = [
+        propose(policy, observe(at=at, num_requests=num_requests, num_prefill=number)).replicas
+        for at, num_requests, number in [
+            (0.0, 150, 2),
+            (10.0, 150, 3),
+            (20.0, 150, 2),
+            (30.0, 150, 2),
+            (40.0, 165, 2),
+        ]
+    ]
+
+    assert [each.prefill for each in proposals] == [3, 2, 2, 2, 3]
+
+
+def test_rising_load_keeps_workers_for_what_it_may_rise_to():
+    policy = make_policy("prefill")
+    fewer = observe().num_ordered._replace(prefill=3)
+    holds = []
+    for num_requests in (100, 100, 100, 120, 150):
+        observation = observe(num_requests=num_requests, num_prefill=4)
+        propose(policy, observation)
+        holds.append(policy.survivors_hold(observation, observation.traffic.value, fewer))
+
+    assert holds == [True, True, True, True, False]
 
 
 def test_no_request_yet_asks_for_no_worker():

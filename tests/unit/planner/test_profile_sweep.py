@@ -11,8 +11,9 @@ from dynamo.base import config, errors
 from dynamo.launch import allocation
 from dynamo.planner import config as planner_config
 from dynamo.planner import profile_sweep, profiling
+from dynamo.planner.forecast import RequestShape
 from dynamo.planner.policies import Targets
-from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
+from dynamo.planner.predictive_policy import Headroom, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
 from dynamo.runtime import component
