@@ -80,9 +80,8 @@ class PredictivePolicy:
         self._forecast = Forecast(make_predictor())
         self._sizing: Sizing | None = None  # of the last proposal
         self._decode_tokens = 0.0  # in use at the last proposal
-        self._present = Replicas(0, 0)  # at the last proposal
+        self._present = self._proposed = Replicas(0, 0)  # at the last proposal
         self._gave_up_at = -math.inf
-        self._adds_workers = False  # the last proposal, to one of the pools
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
         """Return the workers for the traffic one start-up time ahead."""
@@ -92,12 +91,8 @@ class PredictivePolicy:
         present = observation.num_ordered
         shape = self._forecast.shape
         num_waiting = observation.prefill_load.num_waiting + observation.decode_load.num_waiting
-        if shape is None:  # of the workers that an earlier planner has left, some may be busy
-            replicas = Replicas(*(max(n, int(num_waiting > 0)) for n in present))
-            if not policies.has_load(observation, traffic):
-                replicas = Replicas(0, 0)
-            reason = "requests wait" if num_waiting else "no request yet"
-            return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
+        if shape is None:
+            return self._propose_without_requests(observation, traffic, num_waiting)
         profile = self._corrected_profile(observation, shape)
         self._sizing = sizing = Sizing(
             profile, self._targets, self._headroom, shape, self._forecast.burstiness
@@ -129,7 +124,7 @@ class PredictivePolicy:
         if not policies.has_load(observation, traffic) and max(rates) * lead_s < 0.5:
             replicas = Replicas(0, 0)
         replicas = in_mode(self._targets.mode, replicas, present)
-        self._adds_workers = any(map(operator.gt, replicas, present))
+        self._present, self._proposed = present, replicas
         return Proposal(
             replicas=replicas,
             reason=(
@@ -144,12 +139,24 @@ class PredictivePolicy:
             is_firm=self._forecast.is_periodic,
         )
 
+    def _propose_without_requests(
+        self, observation: Observation, traffic: Traffic, num_waiting: int
+    ) -> Proposal:
+        """Return the workers that are there: some that an earlier planner has left may be busy."""
+        present = observation.num_ordered
+        replicas = Replicas(*(max(n, int(num_waiting > 0)) for n in present))
+        if not policies.has_load(observation, traffic):
+            replicas = Replicas(0, 0)
+        reason = "requests wait" if num_waiting else "no request yet"
+        return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
+
     def _margin(self, observation: Observation, lead_s: float) -> float:
         """Return the factor on the predicted rate for which workers are ordered."""
-        present = observation.num_ordered
-        if any(map(operator.lt, present, self._present)):
-            self._gave_up_at = observation.at
-        self._present = present
+        for now, before, proposed in zip(
+            observation.num_ordered, self._present, self._proposed, strict=True
+        ):
+            if now < before and proposed < before:  # otherwise it has died
+                self._gave_up_at = observation.at
         has_given_up = observation.at - self._gave_up_at < lead_s
         if has_given_up and self._forecast.growth < _STEADY:
             return 1.0
@@ -180,7 +187,8 @@ class PredictivePolicy:
         """
         if self._sizing is None:
             return True
-        rise = 0.0 if self._adds_workers else self._forecast.growth - 1
+        adds_workers = any(map(operator.gt, self._proposed, self._present))
+        rise = 0.0 if adds_workers else self._forecast.growth - 1
         growth = max(_LEAST_GROWTH, 1 + _TREND_INTERVALS * rise)
         needed = self.workers(growth * traffic.num_requests / observation.interval_s)
         match self._targets.mode:
