@@ -195,8 +195,8 @@ train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (T
 	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS)) $(if $(NAMES),--names $(NAMES))
 	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
 
-train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; BUDGET=1450 seconds of one core)
-	@mkdir -p run && $(BIN)/python -m training.semantic.encoder --base $(BASE) --state run/semantic-encoder.pt --minutes 1000 --budget $(or $(BUDGET),1450) $(if $(TEXTS),--texts $(TEXTS))
+train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; BUDGET=2700 seconds of one core)
+	@mkdir -p run && $(BIN)/python -m training.semantic.encoder --base $(BASE) --state run/semantic-encoder.pt --minutes 1000 --budget $(or $(BUDGET),2700) $(if $(TEXTS),--texts $(TEXTS))
 	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request, and the chain behind the real Envoy (REQUESTS=10000)

@@ -25,7 +25,7 @@ from dynamo.semantic.classifiers import attacks, disguises, pii, profile, words
 
 # The share of the encoder in the exact profile; the rest is that of the word models, which make other mistakes.
 EXACT_SHARE = 0.6
-UNSEEN_COST = 0.1  # taken from the confidence in a name or address that only the encoder sees
+UNSEEN_COST = 0.18  # taken from the confidence in a name or address that only the encoder sees
 UNSURE_DOMAIN = 0.7  # below this confidence of the word model the encoder is asked, too
 UNSURE_RISK = (0.1, 0.95)
 _LEAST_SHARE = 1e-6
