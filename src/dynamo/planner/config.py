@@ -111,7 +111,7 @@ class ScalingConfig:
     scale_down_delay: float = config.option(
         -1.0,
         help="seconds for which fewer workers must suffice before one goes; -1: one start-up time and one interval,"
-        " less three intervals with policy predictive and predictor seasonal: its forecasts hold the recent peak",
+        " up to half less with policy predictive and predictor seasonal: its forecasts hold the recent peak",
         least=-1,
     )
     decode_kv_scale_up_threshold: float = config.option(

@@ -253,6 +253,19 @@ async def test_vllms_processes_inherit_variables_that_this_process_does_not_keep
     assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
 
 
+async def test_ports_that_the_variables_name_are_kept_until_the_engine_has_started():
+    had_started = []
+
+    def environment(reservations):
+        reservations.callback(lambda: had_started.append(world.inner.environment is not None))
+        return {}
+
+    world = World(environment=environment)
+    await world.start()
+
+    assert had_started == [True]
+
+
 async def test_other_methods_are_those_of_the_inner_engine(world):
     await world.engine.clear_kv_blocks()
     world.inner.sink.died(LOST)

@@ -202,6 +202,16 @@ def test_worker_that_was_given_up_is_not_ordered_again_before_the_load_rises():
     assert [each.prefill for each in proposals] == [3, 2, 2, 2, 3]
 
 
+def test_worker_that_has_died_is_replaced_with_the_margin_of_forecasts():
+    policy = make_policy("prefill")
+    proposals = [
+        propose(policy, observe(at=at, num_requests=240, num_prefill=number)).replicas
+        for at, number in [(0.0, 3), (10.0, 2)]
+    ]
+
+    assert [each.prefill for each in proposals] == [4, 4]
+
+
 def test_rising_load_keeps_workers_for_what_it_may_rise_to():
     policy = make_policy("prefill")
     fewer = observe().num_ordered._replace(prefill=3)
