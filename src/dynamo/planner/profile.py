@@ -3,6 +3,7 @@
 Prefill is a curve over the prompt's length. Decode is a surface over the share of the KV cache in use and the context
 length of a sequence: for each measured length a curve over the share. Between points values are linear; outside of them
 they keep the value at the border, except that a prompt longer than all measured ones takes longer in proportion.
+Tokens of the KV cache that several sequences share take room once, but an engine may read them for each sequence.
 Throughput is in tokens per second and GPU, as in the files of the original; times are seconds.
 """  # decider
 
@@ -98,8 +99,13 @@ class DecodeRate(NamedTuple):
 class DecodeSurface:
     """The time between two tokens, by use of the KV cache and context length."""
 
-    def __init__(self, points: Sequence[DecodePoint], *, max_kv_tokens: int) -> None:
-        """Arrange measured points. Raises ConfigError for none, or for values that are not above 0."""
+    def __init__(
+        self, points: Sequence[DecodePoint], *, max_kv_tokens: int, repeated_cost: float = 0.0
+    ) -> None:
+        """Arrange measured points. Raises ConfigError for none, or for values that are not above 0.
+
+        `repeated_cost` is what a shared token costs each further sequence, from 0 to 1 of a token of its own.
+        """
         if not points or max_kv_tokens < 1:
             raise errors.ConfigError(
                 f"decode profile: expected points and a KV cache, got {len(points)} and {max_kv_tokens} tokens"
@@ -112,6 +118,7 @@ class DecodeSurface:
                 )
         self.points = tuple(sorted(points, key=lambda p: (p.context, p.kv_usage)))
         self.max_kv_tokens = max_kv_tokens
+        self.repeated_cost = repeated_cost
         self._contexts = sorted({p.context for p in points})
         curves = [[p for p in self.points if p.context == c] for c in self._contexts]
         self._usages = [[point.kv_usage for point in curve] for curve in curves]  # by context
@@ -159,7 +166,13 @@ class DecodeSurface:
             point._replace(itl_s=factor * point.itl_s, throughput=point.throughput / factor)
             for point in self.points
         ]
-        return DecodeSurface(points, max_kv_tokens=self.max_kv_tokens)
+        return DecodeSurface(
+            points, max_kv_tokens=self.max_kv_tokens, repeated_cost=self.repeated_cost
+        )
+
+    def with_repeated_cost(self, cost: float) -> "DecodeSurface":
+        """Return the surface of a worker for which a shared token costs each further sequence so much."""
+        return DecodeSurface(self.points, max_kv_tokens=self.max_kv_tokens, repeated_cost=cost)
 
     def _interpolate(self, curves: list[list[float]], kv_usage: float, context: float) -> float:
         """Return a value of curves over the use of the KV cache, one for each context."""

@@ -2,7 +2,8 @@
 
 A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays `prefill_isl`, `prefill_ttft` (ms) and
 `prefill_thpt_per_gpu`, and `selected_decode_interpolation/raw_data.npz` with `x_kv_usage`, `y_context_length`, `z_itl`
-(ms), `z_thpt_per_gpu` and `max_kv_tokens`.
+(ms), `z_thpt_per_gpu` and `max_kv_tokens`, and one that only this profiler writes: `repeated_cost`, what a token of the
+KV cache that sequences share costs a decode step for each further one, as a share of a token of its own (0 if missing).
 """
 
 import lzma
@@ -30,13 +31,15 @@ _LEAST, _MOST = 1e-6, 1e12  # of any milliseconds, tokens, or tokens per second
 _PREFILL = ("prefill_isl", "prefill_ttft", "prefill_thpt_per_gpu")
 _DECODE = ("x_kv_usage", "y_context_length", "z_itl", "z_thpt_per_gpu")
 _SIZE = "max_kv_tokens"
+_REPEATED = "repeated_cost"
+_SHARES = (_DECODE[0], _REPEATED)
 _EXPECTED = "expected an npz file with the arrays {}"
 
 
 def read_profile(directory: Path) -> WorkerProfile:
     """Read both files of a directory. Raises ConfigError, which names the file and the array."""
     prefill = _read_arrays(directory / PREFILL_FILE, _PREFILL)
-    decode = _read_arrays(directory / DECODE_FILE, (*_DECODE, _SIZE))
+    decode = _read_arrays(directory / DECODE_FILE, (*_DECODE, _SIZE), (_REPEATED,))
     rows = sorted(zip(*(prefill[name] for name in _PREFILL), strict=True))
     for (isl, *_), (after, *_) in pairwise(rows):
         if isl == after:
@@ -53,7 +56,11 @@ def read_profile(directory: Path) -> WorkerProfile:
             DecodePoint(usage, context, itl / 1e3, throughput)
             for usage, context, itl, throughput in zip(*(decode[n] for n in _DECODE), strict=True)
         ]
-        surface = DecodeSurface(points, max_kv_tokens=int(decode[_SIZE][0]))
+        surface = DecodeSurface(
+            points,
+            max_kv_tokens=int(decode[_SIZE][0]),
+            repeated_cost=decode.get(_REPEATED, [0.0])[0],
+        )
     except errors.ConfigError as error:  # such as a time that is too small for a number
         raise errors.ConfigError(f"{directory}: {error}") from error
     return WorkerProfile(prefill=curve, decode=surface)
@@ -74,7 +81,8 @@ def write_profile(profile: WorkerProfile, directory: Path) -> None:
             "y_context_length": numpy.array([point.context for point in surface.points]),
             "z_itl": numpy.array([point.itl_s * 1e3 for point in surface.points]),
             "z_thpt_per_gpu": numpy.array([point.throughput for point in surface.points]),
-            "max_kv_tokens": numpy.array([surface.max_kv_tokens]),
+            _SIZE: numpy.array([surface.max_kv_tokens]),
+            _REPEATED: numpy.array([surface.repeated_cost]),
         },
     }
     for file, arrays in arrays_by_file.items():
@@ -92,8 +100,10 @@ def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:
     path.write_text(comments + yaml.safe_dump(graph, sort_keys=False), "utf-8")
 
 
-def _read_arrays(path: Path, names: Sequence[str]) -> Mapping[str, list[float]]:
-    """Return the arrays of an npz file, checked. Raises ConfigError."""
+def _read_arrays(
+    path: Path, names: Sequence[str], optional: Sequence[str] = ()
+) -> Mapping[str, list[float]]:
+    """Return the arrays of an npz file, checked, with those of `optional` that it has. Raises ConfigError."""
     numpy = _load_numpy()  # its own reader would take a file of any size into memory
     arrays: dict[str, list[float]] = {}
     name = ""
@@ -102,7 +112,7 @@ def _read_arrays(path: Path, names: Sequence[str]) -> Mapping[str, list[float]]:
             members = {info.filename: info for info in archive.infolist()}
             if missing := [each for each in names if f"{each}.npy" not in members]:
                 raise ValueError(f"it lacks {', '.join(missing)}")
-            for name in names:
+            for name in (*names, *(each for each in optional if f"{each}.npy" in members)):
                 info = members[f"{name}.npy"]
                 if info.file_size > _MOST_BYTES:
                     raise ValueError(f"{info.file_size:,} bytes, expected at most {_MOST_BYTES:,}")
@@ -128,11 +138,11 @@ def _find_fault(name: str, values: Sequence[float], first: str, number: int) -> 
     for value in values:
         if name == _SIZE and not 1 <= value <= _MOST:
             return f"from 1 to {_MOST:g} tokens, got {value:g}"
-        if name == _DECODE[0] and not 0 <= value <= 1:
+        if name in _SHARES and not 0 <= value <= 1:
             return f"shares from 0 to 1, got {value:g}"
-        if name != _DECODE[0] and not _LEAST <= value <= _MOST:
+        if name not in _SHARES and not _LEAST <= value <= _MOST:
             return f"numbers from {_LEAST:g} to {_MOST:g}, got {value:g}"
-    if name != _SIZE and len(values) != number:
+    if name not in (_SIZE, _REPEATED) and len(values) != number:
         return f"{number} values, as many as {first}, got {len(values)}"
     return ""
 

@@ -1,8 +1,9 @@
 """The sweep of a profile: which cells are measured in which order, and what follows from their results.
 
-A prefill cell is a prompt length at batch 1; a decode cell is a number of sequences of one context length. The order
-begins with the corners and the middle, so that an interrupted sweep has a usable profile. After a failure no cell that
-is at least as large in both respects is tried; a worker's death in a cell may be an accident, so it takes two of them.
+A prefill cell is a prompt length at batch 1; a decode cell is a number of sequences of one context length, and a shared
+cell is such a decode cell whose prompts begin alike. The order begins with the corners and the middle, so that an interrupted
+sweep has a usable profile. After a failure no cell that is at least as large in both respects is tried; a worker's
+death in a cell may be an accident, so it takes two of them.
 
 The sweep's client streams prompts of exact length to a frontend, and takes the time of each token.
 """
@@ -31,14 +32,20 @@ from dynamo.runtime.http import client
 
 _MOST_ANSWER = 400  # tokens that a decode cell may need
 _LEAST_DECODE_CELLS = 3  # of a recommendation
+_COMMON_SHARE = 0.75  # of a prompt of a shared cell
 
 
 class Cell(msgspec.Struct, frozen=True):
     """One measurement: a prompt of `context` tokens, or `concurrency` sequences of that context."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "decode", "shared"]
     context: int
     concurrency: int = 1
+
+    @property
+    def num_common(self) -> int:
+        """Return the tokens with which all prompts of the cell begin."""
+        return int(_COMMON_SHARE * self.context) if self.kind == "shared" else 0
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +102,9 @@ def plan_cells(size: EngineSize, isl: int, osl: int) -> list[Cell]:
     prefill = [Cell("prefill", length) for length in lengths]
     orders = (_spread(prefill), _spread(decode))
     keyed = [(max(0, i - 1) / len(cells), cell) for cells in orders for i, cell in enumerate(cells)]
-    return [cell for _, cell in sorted(keyed, key=lambda pair: pair[0])]
+    middle = [cell for cell in decode if cell.context == contexts[len(contexts) // 2]][-1]
+    shared = [Cell("shared", middle.context, middle.concurrency)] * (middle.concurrency > 1)
+    return [cell for _, cell in sorted(keyed, key=lambda pair: pair[0])] + shared
 
 
 def _spread(cells: Sequence[Cell]) -> list[Cell]:
@@ -182,9 +191,23 @@ def make_profile(results: Sequence[CellResult], size: EngineSize) -> WorkerProfi
         ttft_s=tuple(seconds for _, seconds in prefill),
         throughput=tuple(length / seconds / size.num_gpus for length, seconds in prefill),
     )
-    return WorkerProfile(
-        prefill=curve, decode=DecodeSurface(points, max_kv_tokens=size.num_kv_tokens)
-    )
+    surface = DecodeSurface(points, max_kv_tokens=size.num_kv_tokens)
+    for cell, seconds in measured.items():
+        if cell.kind == "shared":
+            surface = surface.with_repeated_cost(_repeated_cost(surface, cell, seconds))
+    return WorkerProfile(prefill=curve, decode=surface)
+
+
+def _repeated_cost(surface: DecodeSurface, cell: Cell, seconds: float) -> float:
+    """Return what a shared token costs each further sequence, as a share of a token of its own.
+
+    Between a step in which the common tokens were there once and one in which all sequences had their own.
+    """
+    context = cell.context + _DECODE_TOKENS / 2
+    own = context - cell.num_common
+    least = surface.step_s(cell.concurrency, own + cell.num_common / cell.concurrency)
+    most = surface.step_s(cell.concurrency, context)
+    return min(1.0, max(0.0, (seconds - least) / (most - least))) if most > least else 0.0
 
 
 class Recommendation(graph_deployment.ProfiledSize, frozen=True, kw_only=True):
@@ -253,7 +276,7 @@ class ProfileClient:
         self._model = model
         self._clock = clock
         self._random = random.Random(0)
-        self._prompts: dict[int, list[list[int]]] = {}  # of decode cells, by their length
+        self._prompts: dict[tuple[int, int], list[list[int]]] = {}  # by length and common tokens
 
     async def measure(self, cell: Cell) -> float:
         """Return the seconds of a prompt, or between two tokens. Raises DynamoError if requests fail."""
@@ -261,7 +284,7 @@ class ProfileClient:
             async with asyncio.timeout(_CELL_S):
                 if cell.kind == "prefill":
                     return await self._measure_prefill(cell.context)
-                return await self._measure_decode(cell.context, cell.concurrency)
+                return await self._measure_decode(cell)
         except TimeoutError:
             raise errors.DeadlineExceeded(f"no result within {_CELL_S:.0f} s") from None
         except OSError as error:
@@ -283,10 +306,17 @@ class ProfileClient:
             times.append(first_at - sent_at)
         return statistics.median(times)
 
-    async def _measure_decode(self, context: int, concurrency: int) -> float:
+    async def _measure_decode(self, cell: Cell) -> float:
         """Time the tokens while all sequences decode. Their prompts stay in the prefix cache for larger cells."""
-        prompts = self._prompts.setdefault(context, [])
-        prompts += [self._make_prompt(context) for _ in range(concurrency - len(prompts))]
+        concurrency, num_common = cell.concurrency, cell.num_common
+        prompts = self._prompts.setdefault((cell.context, num_common), [])
+        common = prompts[0][:num_common] if prompts else self._make_prompt(num_common)
+        prompts += [
+            common + self._make_prompt(cell.context - num_common)
+            for _ in range(concurrency - len(prompts))
+        ]
+        if num_common:
+            await self._stream(prompts[0], 1)  # so that the others find the beginning in the cache
         until, seconds, num_gaps = self._clock.now() + _LEAST_S, 0.0, 0.0
         num_tokens = _DECODE_TOKENS
         while not num_gaps or self._clock.now() < until:

@@ -85,6 +85,7 @@ class GpuGroup:
     size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    repeated_cost: float = 0.0  # shared keys and values are read once, as by cascade attention
     transfer_bytes_per_s: float = math.inf
 
     @property

@@ -53,8 +53,8 @@ def sample_profile(times: StepTimes, factor: float = 1.0) -> profile.WorkerProfi
 class ProfiledTimes(StepTimes):
     """The times of steps by a measured profile.
 
-    Decoding is looked up at the tokens that a sequence has of the KV cache: where sequences share blocks, as many
-    tokens in use mean more sequences.
+    Decoding is looked up at the tokens that a sequence has of the KV cache: where sequences share blocks, each has a
+    part of them, and what they cost it beyond that.
     """
 
     surface: profile.DecodeSurface
@@ -91,6 +91,7 @@ def step_times(profile: profile.WorkerProfile, *, context: float) -> ProfiledTim
         decode_s=lambda share: profile.decode.itl_s(share, context),
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max(1, round(max(nums, default=1))),
+        repeated_cost=profile.decode.repeated_cost,
         surface=profile.decode,
     )
 

@@ -3,9 +3,10 @@
 The simulations of the planner and of disaggregation run it, the second with the times of a group of GPUs.
 Steps in which nothing but decoding happens are computed in one go up to the first answer that ends; a request that
 comes in between joins at the end of the step that runs then. A request is admitted when its prompt and answer have
-room, so nothing is preempted. Requests whose prompts begin alike share blocks of the KV cache, which take room once,
-and count once among the tokens in use, on which the time of a decode step depends. The prompts of a prefill worker keep
-their room under a lease until a decode worker has admitted them. Times are seconds, and never go back.
+room, so nothing is preempted. Requests whose prompts begin alike share blocks of the KV cache, which take room once.
+Among the tokens on which the time of a decode step depends they count once, and as often again as the worker's times
+say that a shared token costs each further sequence. The prompts of a prefill worker keep their room under a lease until
+a decode worker has admitted them. Times are seconds, and never go back.
 """  # decider
 
 import heapq
@@ -40,6 +41,10 @@ class Timing(Protocol):
     def max_num_batched_tokens(self) -> int:
         """Return the most tokens of a step."""
 
+    @property
+    def repeated_cost(self) -> float:
+        """Return what a shared token costs each further sequence, as a share of a token of its own."""
+
     def step_s(
         self,
         prompts: Sequence[tuple[int, int]],
@@ -49,8 +54,8 @@ class Timing(Protocol):
     ) -> float:
         """Return the seconds of a step that computes these parts of prompts, from and to a token.
 
-        `num_active` tokens are in the KV cache, shared ones counted once, of which `num_prefilling` are of prompts that
-        are not complete.
+        `num_active` tokens are in the KV cache, shared ones counted once and by their cost for further sequences;
+        `num_prefilling` of them are of prompts that are not complete.
         """
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
@@ -71,6 +76,7 @@ class StepTimes:
     max_num_batched_tokens: int = 8192
     kv_bytes_per_s: float = 64e9  # from a prefill worker to a decode worker
     kv_bytes_per_token: int = 131_072
+    repeated_cost: float = 0.0  # 0: that of the mock engine
 
     def step_s(
         self,
@@ -194,6 +200,7 @@ class ReservedTokens:
     """
 
     def __init__(self, num_tokens: int) -> None:
+        self.num_repeated = 0  # tokens of prompts beyond the first of each shared block
         self._num_free = num_tokens
         self._reservations: dict[Request, _Reservation] = {}
         self._num_users: dict[int, int] = {}  # of each block that is shared, or may be
@@ -222,6 +229,7 @@ class ReservedTokens:
         if num_new + num_answer > self._num_free and self._reservations:
             return None
         self._num_free -= num_new + num_answer
+        self.num_repeated += request.num_prompt - num_new
         self._reservations[request] = _Reservation(
             shared_names=names,
             block_size=request.block_size,
@@ -244,6 +252,7 @@ class ReservedTokens:
                 del self._num_users[name]
                 num_freed += reservation.block_size
         self._num_free += num_freed + reservation.num_answer
+        self.num_repeated -= request.num_prompt - num_freed
         return num_freed
 
 
@@ -419,7 +428,7 @@ class PlanWorker:
         if self._chunks:
             began_at = now
             num_prefilling = sum(request.num_prompt for request in self._prefilling)
-            now += self._times.step_s(parts, num_decoding, self.num_active_tokens, num_prefilling)
+            now += self._times.step_s(parts, num_decoding, self._num_read, num_prefilling)
             self._note_pass(sum(end - start for start, end in parts), num_decoding, now - began_at)
             self._ends = [now]
         elif num_decoding:
@@ -466,7 +475,14 @@ class PlanWorker:
             self._chunks.append((request, num_tokens))
         return max(0, num_tokens)
 
+    @property
+    def _num_read(self) -> int:
+        """Return the tokens by which decoding is looked up."""
+        return self.num_active_tokens + round(
+            self._times.repeated_cost * self._reserved.num_repeated
+        )
+
     def _decode_ends(self, now: float, num_decoding: int) -> list[float]:
         num_steps = max(1, min(_MOST_STEPS, self._decoding[0][0] - self._num_steps))
-        steps_s = self._times.decode_steps_s(num_steps, num_decoding, self.num_active_tokens)
+        steps_s = self._times.decode_steps_s(num_steps, num_decoding, self._num_read)
         return list(itertools.accumulate(steps_s, initial=now))[1:]

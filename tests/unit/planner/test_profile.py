@@ -14,6 +14,17 @@ from dynamo.protocols.load import ForwardPass
 from planner_cases import make_profile
 
 
+@pytest.mark.parametrize("cost", [0.0, 0.25])
+def test_cost_of_repeated_tokens_is_in_the_files_and_0_without_them(tmp_path, cost):
+    measured = make_profile()
+    surface = measured.decode.with_repeated_cost(cost)
+    written = profile.WorkerProfile(prefill=measured.prefill, decode=surface)
+    profile_files.write_profile(written, tmp_path)
+
+    assert profile_files.read_profile(tmp_path).decode.repeated_cost == cost
+    assert read_arrays(tmp_path).decode.repeated_cost == 0.0
+
+
 def test_prompt_time_is_linear_between_measured_points():
     assert make_profile().prefill.prompt_s(550) == pytest.approx(0.055)
 
@@ -217,7 +228,9 @@ def read_arrays(directory, **changes):
         (profile_files.DECODE_FILE, DECODE),
     ):
         (directory / file).parent.mkdir(exist_ok=True)
-        own = {name: value for name, value in changes.items() if name in arrays}
+        is_decode = file == profile_files.DECODE_FILE
+        names = [*arrays, "repeated_cost"] if is_decode else arrays
+        own = {name: value for name, value in changes.items() if name in names}
         numpy.savez(directory / file, **arrays | own)
     return profile_files.read_profile(directory)
 
@@ -259,6 +272,8 @@ def test_wrong_value_in_a_file_of_a_profile_is_named_with_its_array(tmp_path, na
             "y_context_length: expected numbers from 1e-06 to 1e[+]12, got 0",
         ),
         ({"max_kv_tokens": []}, "max_kv_tokens: expected a value or more, got none"),
+        ({"repeated_cost": [1.5]}, "repeated_cost: expected shares from 0 to 1, got 1.5"),
+        ({"repeated_cost": []}, "repeated_cost: expected a value or more, got none"),
         ({"max_kv_tokens": 0.5}, "max_kv_tokens: expected from 1 to 1e[+]12 tokens, got 0.5"),
     ],
 )

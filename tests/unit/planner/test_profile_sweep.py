@@ -31,7 +31,7 @@ def test_cells_fit_the_engine_and_are_unique(num_kv_tokens, max_num_seqs, isl, o
     cells = profile_sweep.plan_cells(size, isl, osl)
 
     assert len(set(cells)) == len(cells)
-    assert {cell.kind for cell in cells} == {"prefill", "decode"}
+    assert {cell.kind for cell in cells} >= {"prefill", "decode"}
     assert all(cell.concurrency <= max_num_seqs for cell in cells)
     assert all(cell.context + osl < 4096 or cell.context == 16 for cell in cells)
 
@@ -41,6 +41,21 @@ def test_corners_of_decode_come_first():
 
     assert decode[0].concurrency == 1
     assert decode[1].context == max(cell.context for cell in decode)
+
+
+def test_largest_cell_of_the_middle_length_is_also_measured_with_prompts_that_begin_alike():
+    cells = profile_sweep.plan_cells(SIZE, 1000, 50)
+    middle = [cell for cell in cells if cell.kind == "decode" and cell.context == 1000]
+
+    assert cells[-1] == Cell("shared", 1000, max(cell.concurrency for cell in middle))
+    assert cells[-1].num_common == 750
+    assert [cell for cell in cells if cell.num_common] == cells[-1:]
+
+
+def test_engine_of_one_sequence_has_no_prompts_that_begin_alike():
+    size = EngineSize(num_kv_tokens=100_000, max_num_seqs=1, context_length=8192)
+
+    assert not [cell for cell in profile_sweep.plan_cells(size, 1000, 50) if cell.kind == "shared"]
 
 
 def test_larger_cell_than_a_failed_one_is_not_tried():
@@ -143,6 +158,26 @@ def test_decode_cell_has_the_context_with_which_it_was_measured():
     assert {p.context for p in profile_sweep.make_profile(results, SIZE).decode.points} == {
         *lengths
     }
+
+
+@pytest.mark.parametrize(
+    ("read_tokens", "cost"),
+    [(3490, 0.0), (2000, 0.0), (5177.5, 0.25), (10_240, 1.0), (20_000, 1.0)],
+)
+def test_repeated_tokens_cost_what_the_shared_cell_took_beyond_common_ones(read_tokens, cost):
+    """A step takes a microsecond for each token: 10 sequences of 1,024 with 750 in common have 3,490."""
+    results = [CellResult(cell=Cell("prefill", 1000), seconds=0.1)]
+    results += [
+        CellResult(cell=Cell("decode", context, number), seconds=1e-6 * number * (context + 24))
+        for context in (250, 1000)
+        for number in (1, 10)
+    ]
+    results.append(CellResult(cell=Cell("shared", 1000, 10), seconds=1e-6 * read_tokens))
+    profile = profile_sweep.make_profile(results, SIZE)
+
+    assert len(profile.decode.points) == 4
+    assert profile.decode.repeated_cost == pytest.approx(cost)
+    assert profile.decode.scaled(2.0).repeated_cost == pytest.approx(cost)
 
 
 def test_no_profile_without_a_decode_cell():
@@ -408,6 +443,24 @@ def test_quick_cell_is_measured_for_half_a_second(kind, step_s, num_streams):
 
     assert asyncio.run(client.measure(Cell(kind, 100))) == pytest.approx(step_s)
     assert client.num_streams == num_streams
+
+
+def test_prompts_of_a_shared_cell_begin_alike_and_the_first_comes_alone():
+    client = StreamedClient(0.1)
+    prompts = []
+
+    async def stream(prompt, num_tokens):
+        prompts.append((prompt, num_tokens))
+        client.clock.time += 1.0  # one round is enough
+        return [0.0, *(1.0 + 0.1 * step for step in range(num_tokens))]
+
+    client._stream = stream
+    asyncio.run(client.measure(Cell("shared", 100, 3)))
+    (first, num_first), *others = prompts
+
+    assert num_first == 1
+    assert all(prompt[:75] == first[:75] for prompt, _ in others)
+    assert len({tuple(prompt) for prompt, _ in others}) == 3
 
 
 class SilentTokensClient(StreamedClient):

@@ -139,6 +139,25 @@ def test_shared_blocks_are_counted_once_in_the_time_of_a_decode_step():
     assert worker.next_time - began_at == pytest.approx(step_s, rel=1e-6)
 
 
+def test_shared_blocks_cost_each_further_request_what_the_profile_says():
+    worker = PlanWorker("decode", replace(TIMES, repeated_cost=0.25))
+    first, second = computed(num_output=9), computed(num_output=2)
+    worker.submit(first, 0.0)
+    worker.advance(0.0)
+    worker.submit(second, 0.001)
+    began_at = worker.next_time
+    worker.advance(began_at)
+
+    num_read = 1025 + 1 + 1 + 0.25 * 1024  # the second request reads two blocks of 512 again
+    step_s = TIMES.decode_s(num_read / TIMES.num_kv_tokens)
+    assert worker.next_time - began_at == pytest.approx(step_s, rel=1e-6)
+
+    began_at = worker.next_time
+    worker.advance(began_at)  # the second has ended
+    step_s = sum(TIMES.decode_s((1025 + n) / TIMES.num_kv_tokens) for n in range(2, 8))
+    assert worker.next_time - began_at == pytest.approx(step_s, rel=1e-6)
+
+
 def test_blocks_that_two_requests_copy_in_one_step_are_there_twice():
     worker = PlanWorker("decode", TIMES)
     for _ in range(2):
