@@ -9,12 +9,13 @@ clients reach. Prompts are sent as token ids: the simulator knows no tokenizer. 
     tiers            the same with small caches and a host tier below each
     disaggregated    a simulated prefill worker and a simulated decode worker, against the planner's cluster
     native           one worker with the native engine, against the planner's cluster with the profile that
-                     `python -m dynamo.profiler` has just made of it
+                     `python -m dynamo.profiler` makes of it, one half before the cells and one half after them
 
 The simulator leaves out HTTP, the frontend and the planes between the processes. What they add to a first token is the
 one number that is fitted, for each setup by a cell of open arrivals at a quarter of the load that is not judged. (With
 two clients in a closed loop chance decides whether they go on sending at the same time.) How far the two measured runs
-of a cell are apart is its repeatability.
+of a cell are apart is its repeatability; the second run begins when all cells had their first, since the speed of a
+shared machine changes over minutes.
 """
 
 import argparse
@@ -50,6 +51,7 @@ FULL = 64  # clients at which the rate of the open loop is taken
 FITTED = 0.25  # the load of the cell that is not judged
 NATIVE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS))
 NATIVE += ("--max-num-seqs", "64", "--max-num-batched-tokens", "512")
+MEASUREMENTS = 3  # of a cell of the profile, before and after
 GOALS = (("TTFT", 0.05), ("ITL", 0.05), ("requests/s", 0.03))
 
 
@@ -83,6 +85,7 @@ class Setup:
     workers: Sequence[Sequence[str]]  # their commands
     frontend: Sequence[str] = ()
     foretell: Foretell
+    foretell_after: Callable[[], Foretell] | None = None  # by what is known when all was measured
 
     @property
     def num_answering(self) -> int:
@@ -101,8 +104,8 @@ SHAPE = simulated.SimulateConfig(
 )
 
 
-def make_setup(name: str, model: Path, profile_minutes: float) -> Setup:
-    """Return the setup with this name; the profile of the native engine is made now."""
+def make_setup(name: str, model: Path, profiling: Path, profile_minutes: float) -> Setup:
+    """Return the setup with this name; the first half of the native engine's profile is made now in `profiling`."""
     mocker = ["dynamo.mocker", "--model-path", str(model), "--model-name", "m", *routing.WORKER]
     match name:
         case "tiers":
@@ -122,12 +125,17 @@ def make_setup(name: str, model: Path, profile_minutes: float) -> Setup:
             )
         case "native":
             shape = replace(SHAPE, prefixes=8, prefix_tokens=256, suffix_tokens=48)
-            times = profile_native(shape, profile_minutes)
+
+            def foretell(measurements: int) -> Foretell:
+                times = profile_native(shape, profiling, measurements, profile_minutes / 2)
+                return by_cluster(times, observation.Replicas(0, 1))
+
             return Setup(
                 name=name,
                 shape=shape,
                 workers=[["dynamo.native", "--model-name", "m", *NATIVE]],
-                foretell=by_cluster(times, observation.Replicas(0, 1)),
+                foretell=foretell(MEASUREMENTS),
+                foretell_after=lambda: foretell(2 * MEASUREMENTS),
             )
         case policy:
             return Setup(
@@ -164,15 +172,17 @@ def make_tiered(mocker: Sequence[str]) -> Setup:
     )
 
 
-def profile_native(shape: simulated.SimulateConfig, minutes: float) -> plan_worker.StepTimes:
-    """Return the step times of the native engine on this machine, as the profiler measures them now."""
+def profile_native(
+    shape: simulated.SimulateConfig, directory: Path, measurements: int, minutes: float
+) -> plan_worker.StepTimes:
+    """Return the step times of the native engine by what is measured already and what the profiler measures now."""
     isl = shape.prefix_tokens + shape.suffix_tokens
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "dynamo.profiler", "--backend", "native"]
-        command += ["--isl", str(isl), "--osl", str(OSL), "--budget-minutes", str(minutes)]
-        command += ["--worker-flags", shlex.join(NATIVE), "--output", directory]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        profile = profile_files.read_profile(Path(directory))
+    command = [sys.executable, "-m", "dynamo.profiler", "--backend", "native"]
+    command += ["--isl", str(isl), "--osl", str(OSL), "--budget-minutes", str(minutes)]
+    command += ["--measurements", str(measurements), "--output", str(directory)]
+    command += ["--worker-flags", shlex.join(NATIVE)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    profile = profile_files.read_profile(directory)
     times = plan_policies.step_times(profile, context=isl + OSL / 2)
     return replace(times, max_num_seqs=64, max_num_batched_tokens=512)
 
@@ -264,12 +274,6 @@ def full_rate(setup: Setup, num_requests: int) -> float:
     return predict(setup, Cell(name="", conc=FULL), num_requests).rate
 
 
-def fit_overhead_ms(setup: Setup, num_requests: int) -> float:
-    """Return how much later a first token comes than in the simulation, where few requests wait for one another."""
-    cell = Cell(name="", rate=FITTED * full_rate(setup, num_requests))
-    return measure(setup, cell, num_requests).ttft - predict(setup, cell, num_requests).ttft
-
-
 def measure(setup: Setup, cell: Cell, num_requests: int) -> Figures:
     """Return the figures of real processes."""
     shape = replace(setup.shape, concurrency=cell.conc or 1, requests=num_requests)
@@ -355,22 +359,29 @@ def compare(foretold: Figures, measured: Sequence[Figures]) -> list[tuple[float,
 
 def check(setup: Setup, args: argparse.Namespace) -> list[list[tuple[float, float, float]]]:
     """Measure the cells of a setup, and print a row for each; return what `compare` says of them."""
-    overhead_ms = fit_overhead_ms(setup, args.requests)
+    cells = make_cells(setup, args)
+    fitted = Cell(name="", rate=FITTED * full_rate(setup, args.requests))
+    # one client needs no more requests than warm the caches and some that hit them
+    nums = {cell: min(args.requests, 120) if cell.conc == 1 else args.requests for cell in cells}
+    runs = [{cell: measure(setup, cell, num) for cell, num in nums.items()}]
+    fitted_ttft = measure(setup, fitted, args.requests).ttft
+    runs.append({cell: measure(setup, cell, num) for cell, num in nums.items()})
+    if setup.foretell_after is not None:
+        setup = replace(setup, foretell=setup.foretell_after())
+    # few requests wait for one another there
+    overhead_ms = fitted_ttft - predict(setup, fitted, args.requests).ttft
     results = []
-    for cell in make_cells(setup, args):
-        # one client needs no more requests than warm the caches and some that hit them
-        num_requests = min(args.requests, 120) if cell.conc == 1 else args.requests
+    for cell, num_requests in nums.items():
         simulated_only = predict(setup, cell, num_requests)
         foretold = simulated_only._replace(ttft=simulated_only.ttft + overhead_ms)
-        figures = compare(foretold, [measure(setup, cell, num_requests) for _ in range(2)])
+        figures = compare(foretold, [run[cell] for run in runs])
         results.append(figures)
         texts = [
             f"{expected:.1f}, {mean:.1f} ({error:+.1%}; {apart:.1%})"
             for expected, (mean, error, apart) in zip(foretold, figures, strict=True)
         ]
-        load = f"{os.getloadavg()[0]:.1f}"
         name = f"{setup.name} (+{overhead_ms:.1f} ms)"
-        print(f"| {name} | {cell.name} | {' | '.join(texts)} | {load} |", flush=True)
+        print(f"| {name} | {cell.name} | {' | '.join(texts)} |", flush=True)
     return results
 
 
@@ -386,11 +397,14 @@ def main() -> None:
     parser.add_argument("--profile-minutes", type=float, default=10.0, help="of the native engine")
     args = parser.parse_args()
     print("foretold, measured (error; the measured runs apart)")
-    print("| setup (fitted) | cell | TTFT ms | ITL ms | requests/s | load |")
-    print("|---|---|---|---|---|---|")
+    print("| setup (fitted) | cell | TTFT ms | ITL ms | requests/s |")
+    print("|---|---|---|---|---|")
     model, results = frontend.Files().model, {}
     for name in args.setup:
-        results[name] = check(make_setup(name, model, args.profile_minutes), args)
+        with tempfile.TemporaryDirectory() as profiling:
+            setup = make_setup(name, model, Path(profiling), args.profile_minutes)
+            results[name] = check(setup, args)
+        print(f"{name}: load average of the last 15 minutes {os.getloadavg()[2]:.1f}", flush=True)
     for name, rows in results.items():
         texts = [
             f"{figure} {statistics.fmean(abs(row[i][1]) for row in rows):.1%} (goal {goal:.0%},"

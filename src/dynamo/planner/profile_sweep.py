@@ -1,9 +1,9 @@
 """The sweep of a profile: which cells are measured in which order, and what follows from their results.
 
 A prefill cell is a prompt length at batch 1; a decode cell is a number of sequences of one context length, and a shared
-cell is such a decode cell whose prompts begin alike. The order begins with the corners and the middle, so that an interrupted
-sweep has a usable profile. After a failure no cell that is at least as large in both respects is tried; a worker's
-death in a cell may be an accident, so it takes two of them.
+cell is such a decode cell whose prompts begin alike. The order begins with the corners and the middle, so that an
+interrupted sweep has a usable profile. After a failure no cell that is at least as large in both respects is tried; a
+worker's death in a cell may be an accident, so it takes two of them.
 
 The sweep's client streams prompts of exact length to a frontend, and takes the time of each token.
 """
