@@ -182,6 +182,10 @@ class DistributedRuntime:
 
         `item_type` is the type of the items that streams carry (`requests.Call.send`).
         """
+        if settings.namespace and not instances.is_name(settings.namespace):
+            raise errors.ConfigError(
+                f"--namespace {settings.namespace!r}: expected a-z, 0-9, - and _, in parts joined by dots"
+            )
         cluster = cluster or MemoryCluster()
         time = time or clock.SystemClock()
         credentials = membership.read(settings, os.environ)

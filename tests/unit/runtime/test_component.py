@@ -315,3 +315,12 @@ async def test_handler_of_an_endpoint_gets_its_request_as_a_model_of_pydantic():
     assert [item async for item in shout({"text": "hi"})] == [{"text": "HI"}, "as it is"]
     with pytest.raises(errors.InvalidRequest, match=r"does not fit: 1 validation error for Text"):
         await anext(shout({"text": 1}))
+
+
+@pytest.mark.parametrize("namespace", ["a b", "Upper", "a..b", "a/b", "ä"])
+async def test_namespace_that_no_endpoint_could_have_is_refused(namespace):
+    """A frontend took it, and waited for workers that could never come."""
+    settings = RuntimeConfig(namespace=namespace, discovery_backend="memory")
+
+    with pytest.raises(errors.ConfigError, match="^--namespace .*: expected a-z, 0-9, - and _"):
+        await DistributedRuntime.open(settings)
