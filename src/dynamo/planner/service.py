@@ -297,6 +297,10 @@ class PlannerService:
         except msgspec.MsgspecError as error:
             call.fail(errors.InvalidRequest(f"expected a query for a planner: {error}"))
             return
+        if query.factor is not None and not 0 <= query.factor <= planner_report.MOST_FACTOR:
+            expected = f"expected a factor from 0 to {planner_report.MOST_FACTOR}"
+            call.fail(errors.InvalidRequest(f"{expected}, got {query.factor:g}"))
+            return
         self._running.start("report", self._report(call, query))
 
     async def _report(self, call: requests.Call, query: planner_report.PlannerQuery) -> None:

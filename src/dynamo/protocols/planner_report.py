@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 MOST_DECISIONS = 120  # of a report
+MOST_FACTOR = 1000  # of a simulated load
 
 
 class Workers(msgspec.Struct, frozen=True):
@@ -38,7 +39,10 @@ class PlannerDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class PlannerQuery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A question to a planner; `factor` asks what it would do if the last load were so many times as high."""
+    """A question to a planner; `factor` asks what it would do if the last load were so many times as high.
+
+    It is from 0 to `MOST_FACTOR`.
+    """
 
     factor: float | None = None
 

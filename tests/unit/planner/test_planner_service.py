@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import pathlib
 import types
 
@@ -332,6 +333,27 @@ async def test_future_is_simulated_though_the_files_of_the_profile_are_gone(part
     await load.service.run(stop)  # which raises the error of a task that died
 
     assert report.what_if
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -1.0, 1e9])
+async def test_question_for_an_impossible_load_is_refused_and_the_planner_lives(parts, factor):
+    """The simulation of NaN times the load failed, and with its task the planner ended."""
+    _, load, _, url = await parts()
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 1
+
+    await until(has_decided)
+    question, stop = Question(), asyncio.Event()
+    question.body = msgspec.msgpack.encode({"factor": factor})
+    question.fail = question.answer.set_result
+    load.service.answer_report(question)
+    async with asyncio.timeout(PATIENT_S):
+        answer = await question.answer
+    stop.set()
+    await load.service.run(stop)
+
+    assert isinstance(answer, errors.InvalidRequest)
 
 
 async def test_younger_planner_stands_by(parts):

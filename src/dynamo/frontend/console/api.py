@@ -97,7 +97,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlannerPageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A what-if: the multiple of the last load for which each planner simulates its decisions."""
 
-    factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] | None = None
+    factor: Annotated[float, msgspec.Meta(ge=0, le=planner_report.MOST_FACTOR)] | None = None
 
 
 class EventQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
