@@ -190,6 +190,22 @@ def test_call_that_only_resembles_python_is_read(name, written, arguments):
     assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gemma4", "<tool_call|>"),
+        ("functiongemma", "<end_function_call>"),
+        ("olmo3", "\n</function_calls>"),
+    ],
+)
+def test_complete_call_needs_no_mark_behind_it(name, end):
+    text = ONE_CALL[name].removesuffix(end)
+
+    assert read(make_parser(name), text) == [PARIS]
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == [PARIS]
+    assert read(make_parser(name), text[:-1]) == [content(text[:-1])]
+
+
 def test_tagged_values_are_converted_by_the_schema():
     text = (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n42\n</parameter>\n<parameter=days>\n3\n"
