@@ -484,7 +484,8 @@ class BareKeyReader:
 
 
 _BARE_NAME = re.compile(r"call:(?P<name>[\w.-]+)")
-_BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:\s*', re.DOTALL)
+_WORD = r'[^\s"{}[\],:\\]++'  # of a key
+_BARE_KEY = re.compile(rf'("(?:[^"\\]|\\.)*")|([{{,]\s*+)({_WORD}(?:\s++{_WORD})*+)\s*+:\s*', re.S)
 
 
 def quote_keys(text: str) -> str:

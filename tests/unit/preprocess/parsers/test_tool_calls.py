@@ -190,6 +190,14 @@ def test_call_that_only_resembles_python_is_read(name, written, arguments):
     assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
 
 
+def test_bare_keys_may_have_any_characters_but_those_of_json():
+    text = '<|tool_call>call:f{$top:5,@id:[{file path:<|"|>a,b:{<|"|>},{ö : 1}]}<tool_call|>'
+    expected = [parser.ToolCall("f", '{"$top": 5,"@id": [{"file path": "a,b:{"},{"ö": 1}]}')]
+
+    assert read(make_parser("gemma4"), text) == expected
+    assert with_whole_calls(read(make_parser("gemma4", whole_tools=()), *text)) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "end"),
     [
