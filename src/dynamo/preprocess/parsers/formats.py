@@ -363,7 +363,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "minimax-m3": _MINIMAX_M3,
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
-    "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),
+    "cohere_command": ReasoningFormat(
+        opens=("<|START_THINKING|>",),
+        closes=("<|END_THINKING|>",),
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
     "gemma4": _GEMMA_CHANNEL,
     "gemma-4": _GEMMA_CHANNEL,
     "mistral": ReasoningFormat(opens=("[THINK]",), closes=("[/THINK]",), is_forced=True),
