@@ -20,6 +20,10 @@ _GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _NO_GUIDES = (None,) * len(_GUIDES)
 _get_guides = operator.attrgetter(*_GUIDES)
 _ANY_OBJECT = '{"type":"object"}'
+_ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # of a property
+# The keywords of a schema whose values are schemas: by name, or one or a list of them.
+_SCHEMA_TABLES = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 
 
 def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
@@ -66,7 +70,7 @@ def _from_guided_fields(request: inputs.GenerationInput) -> generate.GuidedDecod
     if kind == "choice":
         value = tuple(value)
     elif kind == "json" and not isinstance(value, str):
-        value = msgspec.json.encode(value).decode()
+        value = _encode_schema(value)
     return generate.GuidedDecoding(**{kind: value}, backend=_backend(request), param=name)
 
 
@@ -89,7 +93,7 @@ def _from_structured_outputs(
         )
     ((kind, value),) = forms.items()
     if kind == "json" and not isinstance(value, str):
-        value = msgspec.json.encode(value).decode()
+        value = _encode_schema(value)
     if kind == "choice":
         value = tuple(value)
     form = {kind.removesuffix("_object"): value}
@@ -140,7 +144,7 @@ def _from_response_format(request: inputs.GenerationInput) -> generate.GuidedDec
     json_schema = response_format.json_schema
     schema = _ANY_OBJECT
     if json_schema is not None and json_schema.schema is not None:
-        schema = msgspec.json.encode(json_schema.schema).decode()
+        schema = _encode_schema(json_schema.schema)
     return generate.GuidedDecoding(
         json=schema, backend=_backend(request), param=request.format_param
     )
@@ -181,4 +185,30 @@ def _encode_parameters(function: dict[str, Any]) -> str:
         raise errors.InvalidRequest.of_param(
             "tools", f"expected parameters of {function['name']!r} with the type 'object'"
         )
-    return msgspec.json.encode({"type": "object", **schema}).decode()
+    return _encode_schema({"type": "object", **schema})
+
+
+def _encode_schema(schema: dict[str, Any]) -> str:
+    """Return a schema as JSON, without rules for the names of properties that any name keeps to."""
+    text = msgspec.json.encode(schema)
+    if b'"propertyNames"' in text:
+        root = msgspec.json.decode(text)
+        _drop_name_rules(root)
+        text = msgspec.json.encode(root)
+    return text.decode()
+
+
+def _drop_name_rules(root: Any) -> None:
+    """Drop them from a schema and those within it: Zod writes one for each record, and no library has the keyword."""
+    schemas = [root]
+    while schemas:
+        schema = schemas.pop()
+        if not isinstance(schema, dict):
+            continue
+        if schema.get("propertyNames") in _ANY_NAME:
+            del schema["propertyNames"]
+        for key, value in schema.items():
+            if key in _SCHEMA_TABLES and isinstance(value, dict):
+                schemas += value.values()
+            elif key in _SCHEMAS:
+                schemas += value if isinstance(value, list) else [value]

@@ -16,7 +16,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.preprocess import inputs
 from dynamo.preprocess.parsers import formats
-from dynamo.protocols import generate, model_errors
+from dynamo.protocols import generate, model_card, model_errors
 
 BAN_BIAS = -100.0  # of a token that does not come
 MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
@@ -197,6 +197,11 @@ def limit_answer_len(
     return num_left if length is None else min(length, num_left)
 
 
+def max_text_len(context_length: int) -> int:
+    """Return the most characters, or token ids, of a text that is tokenized for a context."""
+    return max(MIN_TEXT_CHARS, context_length * CHARS_PER_TOKEN)
+
+
 def check_text(length: int, context_length: int, param: str) -> None:
     """Raise ContextTooLong for a text (or list of token ids) that cannot fit the context, before it is tokenized.
 
@@ -204,7 +209,7 @@ def check_text(length: int, context_length: int, param: str) -> None:
     tokenizers have one token for a whole run of blanks), so the bound is generous: a text beyond it is at least three
     times too long.
     """
-    max_length = max(MIN_TEXT_CHARS, context_length * CHARS_PER_TOKEN)
+    max_length = max_text_len(context_length)
     if length > max_length:
         raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, your {param} has the "
@@ -244,6 +249,21 @@ def check_embedding_inputs(
                 param=param,
             )
     check_num_embedded(sum(lengths), place_of(len(lengths) - 1)[0])
+
+
+def check_dimensions(dimensions: int | None, facts: model_card.EmbeddingFacts) -> None:
+    """Raise InvalidRequest if the model makes no vectors of this length; None is its full length."""
+    if dimensions in (None, facts.dimensions) or (
+        facts.can_shorten and dimensions in (facts.lengths or range(1, facts.dimensions))
+    ):
+        return
+    if not facts.can_shorten:
+        expected = f"{facts.dimensions} or nothing, as this model's vectors cannot be shortened"
+    elif facts.lengths:
+        expected = f"one of {', '.join(map(str, facts.lengths))}"
+    else:
+        expected = f"from 1 to {facts.dimensions}"
+    raise errors.InvalidRequest.of_param("dimensions", f"expected {expected}, got {dimensions}")
 
 
 def check_num_embedded(num_tokens: int, param: str) -> None:

@@ -233,16 +233,24 @@ class Preprocessor:
         ]
 
     async def tokenize_embedding_inputs(
-        self, texts: Sequence[inputs.Prompt], place_of: Callable[[int], tuple[str, int]]
+        self,
+        texts: Sequence[inputs.Prompt],
+        place_of: Callable[[int], tuple[str, int]],
+        *,
+        cuts: bool = False,
     ) -> list[bytes]:
-        """Return each input of an embedding request as packed token ids.
+        """Return each input of an embedding request as packed token ids; with `cuts`, as many as the context holds.
 
         Raises RequestError, which names the field of the input, and its number there, as `place_of` returns them.
         """
+        if cuts:
+            texts = [text[: options.max_text_len(self.context_length)] for text in texts]
         param, _ = place_of(len(texts) - 1)
         num_ids = sum(len(ids) for ids in texts if not isinstance(ids, str))
         options.check_num_embedded(num_ids, param)  # before each is looked at, on the event loop
         packed = await self._tokenize_all(texts, param)
+        if cuts:
+            packed = [self._tokenizer.cut_end(ids, self.context_length) for ids in packed]
         lengths = list(map(blocks.count, packed))
         options.check_embedding_inputs(lengths, self.context_length, place_of)
         return packed

@@ -102,23 +102,34 @@ class ChatTemplate:
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
         self.needs_short_ids = _SHORT_IDS.search("\n".join(sources)) is not None
         self.reads_thinking = _THINKING.search("\n".join(sources)) is not None
-        self.reads_null = _NULL.search("\n".join(sources)) is not None
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
+        self.reads_null = _NULL.search("\n".join(sources)) is not None and (
+            self._takes_call(None) or not self._takes_call("")
+        )
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 
     def _shows(self, content: Any) -> bool:
         """Return whether the prompt of one message with this content has the sample text."""
-        variables = {
-            **self._constants,
-            "messages": [{"role": "user", "content": content}],
-            "tools": None,
-            "add_generation_prompt": False,
-        }
+        prompt = self._try(self._plain, [{"role": "user", "content": content}])
+        return prompt is not None and _SAMPLE in prompt
+
+    def _takes_call(self, content: str | None) -> bool:
+        """Return whether the template takes a call with this content: some test for null, and fail behind the test."""
+        arguments = "{}" if self.needs_text_arguments else {}
+        function = {"name": "call_sample", "arguments": arguments}
+        call = {"id": "a1b2c3d4e", "type": "function", "function": function}
+        question = {"role": "user", "content": _SAMPLE}
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return self._try(self._with_tools, [question, answer]) is not None
+
+    def _try(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str | None:
+        """Return the prompt of these messages; None if the template fails."""
+        prompt = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
             budget = sandbox.Budget(QUICK_STEPS, MAX_RENDER_S, self._now)
-            return _SAMPLE in _join(self._plain, variables, budget)
+            return _join(template, {**self._constants, **prompt}, budget)
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS):
-            return False
+            return None
 
     async def replaced_by(self, source: str) -> "ChatTemplate":
         """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""

@@ -357,6 +357,14 @@ class Tokenizer:
             splits_at_lines=cutter is not None and cutter.at_lines,
         )
 
+    def cut_end(self, packed: bytes, num_tokens: int) -> bytes:
+        """Return at most so many packed ids of a text, with the special one behind them, if there is one."""
+        size, last = num_tokens * blocks.TOKEN_BYTES, packed[-blocks.TOKEN_BYTES :]
+        if len(packed) <= size:
+            return packed
+        end = last if self.special_ids.issuperset(blocks.unpack(last)) else b""
+        return packed[: size - len(end)] + end
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of these tokens together; ids that do not exist are skipped."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
+from dynamo.preprocess import options
 from dynamo.protocols import model_card
 
 PLAIN = model_card.EmbeddingFacts(dimensions=8)
@@ -35,7 +36,7 @@ def test_each_input_is_in_exactly_one_share(lengths, num_workers):
     [(PLAIN, None), (PLAIN, 8), (ANY, 1), (ANY, 7), (ANY, 8), (SOME, 2), (SOME, 8)],
 )
 def test_supported_dimensions_are_accepted(facts, asked):
-    embeddings.check_dimensions(asked, facts)
+    options.check_dimensions(asked, facts)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,6 @@ def test_supported_dimensions_are_accepted(facts, asked):
 )
 def test_anything_else_is_refused_by_name(facts, asked, message):
     with pytest.raises(errors.InvalidRequest, match=message) as caught:
-        embeddings.check_dimensions(asked, facts)
+        options.check_dimensions(asked, facts)
 
     assert caught.value.param == "dimensions"

@@ -116,6 +116,14 @@ async def test_input_as_long_as_the_context_is_embedded(rig):
     assert vectors(await rig.embed("x" * 200)) == [[200, 120, 0, 0]]
 
 
+@pytest.mark.parametrize("text", ["x" * 201, "x" * 300_000, [120] * 201])
+async def test_input_is_cut_to_the_context_on_request(rig, text):
+    answer = await rig.embed(text, truncate_prompt_tokens=-1)
+
+    assert vectors(answer) == [[200, 120, 0, 0]]
+    assert answer.json()["usage"]["prompt_tokens"] == 200
+
+
 async def test_unknown_embedding_model_is_a_404(rig):
     answer = await rig.embed("a", model="other")
 

@@ -363,6 +363,18 @@ async def test_texts_are_embedded_in_their_order(rig):
     assert single == [1, 97, 0, 0]
 
 
+async def test_text_longer_than_the_context_is_cut_unless_truncate_is_false(rig):
+    await rig.embedder()
+    long = "x" * 201
+
+    answer = await ask(rig, "/api/embed", {"model": "e"}, input=[long, "a"])
+    refusal = await ask(rig, "/api/embed", {"model": "e"}, input=long, truncate=False)
+
+    assert answer.json()["embeddings"] == [[200, 120, 0, 0], [1, 97, 0, 0]]
+    assert refusal.status_code == 400
+    assert "maximum context length" in refusal.json()["error"]
+
+
 async def test_old_route_embeds_one_text(rig):
     await rig.embedder()
     answer = await ask(rig, "/api/embeddings", {"model": "e:latest"}, prompt="abc")

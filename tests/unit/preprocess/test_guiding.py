@@ -266,3 +266,23 @@ def test_parser_reads_calls_in_the_forced_format(name, step):
     assert [(one.name, one.arguments) for one in found] == [
         ("f", f'{{"a": {n}}}') for n in range(3)
     ]
+
+
+@pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
+def test_rule_for_names_that_any_name_keeps_to_is_dropped(names):
+    record = {"type": "object", "additionalProperties": NUMBER}
+    ruled = {"propertyNames": names, **record}
+
+    def schema(inner):
+        rows = {"type": "array", "items": {"anyOf": [inner, NUMBER]}}
+        return {"properties": {"rows": rows, "propertyNames": {"type": "string"}}, **inner}
+
+    plain, written = schema(record), schema(ruled)
+
+    assert guide(guided_json=written).json == guide(guided_json=plain).json
+    named = {"name": "a", "schema": written}
+    told = guide(response_format={"type": "json_schema", "json_schema": named})
+    assert told.json == guide(guided_json=plain).json
+    told = guide(tools=[tool("f", parameters=written)], tool_choice="required")
+    assert json.loads(told.calls.tools[0].parameters) == plain
+    assert "propertyNames" in guide(guided_json={"propertyNames": {"maxLength": 3}}).json

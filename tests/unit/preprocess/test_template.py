@@ -398,6 +398,16 @@ def test_template_without_such_a_test_reads_no_null(source):
     assert not chat_templates.compiled(source).reads_null
 
 
+def test_template_that_fails_behind_its_test_for_null_reads_none():
+    """As Ministral's: it tests first, and then asks for the length."""
+    source = (
+        "{% for m in messages %}{% if m.content is not none and m.content is string %}{{ m.content }}"
+        "{% elif m.content | length > 0 %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+
+    assert not chat_templates.compiled(source).reads_null
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [

@@ -46,6 +46,17 @@ def test_special_token_in_the_text_is_encoded_as_itself(byte_level):
     assert blocks.unpack(packed) == [byte_level.id_of("<|im_start|>")]
 
 
+def test_cut_text_keeps_the_special_token_behind_it(byte_level):
+    end = byte_level.id_of("<|endoftext|>")
+
+    def cut(ids, num_tokens):
+        return blocks.unpack(byte_level.cut_end(blocks.pack(ids), num_tokens))
+
+    assert cut([7, 8, 9, end], 3) == [7, 8, end]
+    assert cut([7, 8, 9, 10], 3) == [7, 8, 9]
+    assert cut([7, 8, end], 3) == [7, 8, end]
+
+
 async def test_long_texts_have_the_same_ids_in_a_thread(byte_level):
     texts = ["The quick brown fox. " * (tokenizer_library.FastokensLibrary.long_text // 10), "cat"]
     packed = await byte_level.encode(texts, add_special_tokens=False)

@@ -23,7 +23,7 @@ from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, Request
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import inputs, options
-from dynamo.protocols import blocks, encoders, generate, model_card
+from dynamo.protocols import blocks, encoders, generate
 from dynamo.router import retry_rules, route
 from dynamo.runtime import requests
 from dynamo.runtime.http import exchange, json_body
@@ -77,6 +77,10 @@ class VectorRequest(Protocol):
     @property
     def encoding_format(self) -> Literal["float", "base64"] | None:
         """The form of each vector; None: numbers."""
+
+    @property
+    def truncate_prompt_tokens(self) -> Literal[-1] | None:
+        """-1: of an input that is longer than the context, the beginning; None: such an input is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +237,7 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     use_activation: Literal[True] | None = None
     normalize: Literal[True] | None = None
     add_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None  # -1: as much as fits
+    truncate_prompt_tokens: Literal[-1] | None = None
 
     @property
     def prompts(self) -> list[inputs.Prompt]:
@@ -314,9 +318,9 @@ class EmbeddingPipeline:
             return
         meter = self._meter(model.name, client, arrival, api)
         try:
-            check_dimensions(request.dimensions, model.embedding)
+            options.check_dimensions(request.dimensions, model.embedding)
             tokens = await model.preparer.tokenize_embedding_inputs(
-                request.prompts, request.place_of
+                request.prompts, request.place_of, cuts=request.truncate_prompt_tokens == -1
             )
             engine_request = encoders.EmbeddingRequest(
                 id=arrival.id,
@@ -464,21 +468,6 @@ def split_inputs(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
     num_shares = max(1, min(num_workers, len(lengths), sum(lengths) // MIN_SHARE_TOKENS))
     longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     return [sorted(longest_first[first::num_shares]) for first in range(num_shares)]
-
-
-def check_dimensions(dimensions: int | None, facts: model_card.EmbeddingFacts) -> None:
-    """Raise InvalidRequest if the model makes no vectors of this length; None is its full length."""
-    if dimensions in (None, facts.dimensions) or (
-        facts.can_shorten and dimensions in (facts.lengths or range(1, facts.dimensions))
-    ):
-        return
-    if not facts.can_shorten:
-        expected = f"{facts.dimensions} or nothing, as this model's vectors cannot be shortened"
-    elif facts.lengths:
-        expected = f"one of {', '.join(map(str, facts.lengths))}"
-    else:
-        expected = f"from 1 to {facts.dimensions}"
-    raise errors.InvalidRequest.of_param("dimensions", f"expected {expected}, got {dimensions}")
 
 
 def operations(handlers: RequestHandlers, embeddings: EmbeddingPipeline) -> Sequence[Operation]:

@@ -44,7 +44,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     documents: _Texts | None = None
     items: _Texts | None = None
     user: str | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None  # refused, unless it cuts nothing that fits
+    truncate_prompt_tokens: Literal[-1] | None = None  # other lengths are refused
 
     dimensions = None
     encoding_format = None
@@ -120,7 +120,7 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     return_documents: bool | None = None  # in the answer; None: yes
     max_tokens_per_doc: Count | None = None
     user: str | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None  # refused, unless it cuts nothing that fits
+    truncate_prompt_tokens: Literal[-1] | None = None  # other lengths are refused
 
     dimensions = None
     encoding_format = None

@@ -28,7 +28,7 @@ _PYTHON_STRINGS = {quote: re.compile(rf"[^\\{quote}]+|\\.|{quote}", re.DOTALL) f
 _PYTHON_CALL = re.compile(r"([A-Za-z_][\w.]*)\(", re.ASCII)
 _PYTHON_KEY = re.compile(r"([A-Za-z_]\w*)\s*=\s*(?=[^\s=])", re.ASCII)
 _BARE_HEAD = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
-_BARE_TAIL = re.compile(r"[{,]\s*[\w.-]*\s*(?::\s*)?\Z|\s+\Z")
+_BARE_TAIL = re.compile(r'[{,][^"{}\[\],:]*(?::\s*)?\Z|\s+\Z')
 
 _MAX_HELD = 1024  # characters that wait for more; each piece looks at them again
 

@@ -5,20 +5,21 @@ passed on as the model wrote them wherever they are JSON already.
 """  # decider
 
 import ast
+import contextlib
 import json
+import keyword
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from dynamo.preprocess.parsers import parser
 
+T = TypeVar("T")
 ParsedCalls = list[parser.ToolCall] | None
-
-
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
@@ -150,21 +151,20 @@ def parse_python_lines(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
 def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse `[f(x=1), g(y="a")]`: a list of calls with literal arguments by name."""
     del tools
-    try:
-        tree = _parse_python(text.strip())
-        if not isinstance(tree, ast.List):
-            return None
-        return [_python_call(node) for node in tree.elts] or None
-    except (*_ERRORS, SyntaxError, TypeError, MemoryError):
-        return None
+    return _read_python(text.strip(), _python_calls)
 
 
 def read_literal(text: str) -> str | None:
     """Return a Python literal as JSON; None if it is none."""
-    try:
-        return dump(ast.literal_eval(_parse_python(text)))
-    except (*_ERRORS, SyntaxError, TypeError, MemoryError):
-        return None
+    return _read_python(text, lambda node: dump(ast.literal_eval(node)))
+
+
+def _read_python(text: str, read: Callable[[ast.expr], T | None]) -> T | None:
+    """Return what `read` makes of an expression; None if neither it nor the respelled one can be read."""
+    for respell in (str, _respell_python):
+        with contextlib.suppress(*_ERRORS, SyntaxError, TypeError, MemoryError):
+            return read(_parse_python(respell(text)))
+    return None
 
 
 def _parse_python(text: str) -> ast.expr:
@@ -187,16 +187,39 @@ def _escape_line_ends(text: str) -> str:
     )
 
 
+# Outside of strings: JSON's words, arguments with the name of a keyword, and the zeros before a number.
+_NO_PYTHON = re.compile(
+    rf"({_PYTHON_STRING.pattern})|(?<![\w.])(?:(?:true|false|null)(?![\w(]|\s*=)"
+    rf"|(?:{'|'.join(keyword.kwlist)})(?=\s*=[^=])|0++(?=\d))",
+    re.DOTALL,
+)
+_KEY_END = "__as_argument"
+_PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"} | {
+    word: word + _KEY_END for word in keyword.kwlist
+}
+
+
+def _respell_python(text: str) -> str:
+    """Return the same as valid Python, where a model has written what only resembles it."""
+    return _NO_PYTHON.sub(lambda match: match[1] or _PYTHON_WORDS.get(match[0], ""), text)
+
+
+def _python_calls(tree: ast.expr) -> ParsedCalls:
+    calls = map(_python_call, tree.elts) if isinstance(tree, ast.List) else ()
+    return [*calls] or None
+
+
 def _python_call(node: ast.expr) -> parser.ToolCall:
     """Return the call of a syntax node. Raises ValueError if it is none, or has arguments without names."""
-    if not isinstance(node, ast.Call) or node.args:
+    if not isinstance(node, ast.Call) or node.args or None in [word.arg for word in node.keywords]:
         raise ValueError("no call by name")
     name = ast.unparse(node.func)
     if not _NAME.fullmatch(name):
         raise ValueError("no name of a tool")
-    if any(word.arg is None for word in node.keywords):
-        raise ValueError("no name for an argument")
-    members = [f"{dump(word.arg)}: {dump(ast.literal_eval(word.value))}" for word in node.keywords]
+    members = [
+        f"{dump(str(word.arg).removesuffix(_KEY_END))}: {dump(ast.literal_eval(word.value))}"
+        for word in node.keywords
+    ]
     return parser.ToolCall(name, "{" + ", ".join(members) + "}")  # one that comes twice stays so
 
 
@@ -461,7 +484,8 @@ class BareKeyReader:
 
 
 _BARE_NAME = re.compile(r"call:(?P<name>[\w.-]+)")
-_BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:\s*', re.DOTALL)
+_WORD = r'[^\s"{}[\],:\\]++'  # of a key
+_BARE_KEY = re.compile(rf'("(?:[^"\\]|\\.)*")|([{{,]\s*+)({_WORD}(?:\s++{_WORD})*+)\s*+:\s*', re.S)
 
 
 def quote_keys(text: str) -> str:

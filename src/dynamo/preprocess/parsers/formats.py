@@ -115,6 +115,7 @@ def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
         make_scanner=functools.partial(call_scanners.MarkerScanner, end),
         parse=call_syntax.BareKeyReader(end, quote),
         preview=lambda _: call_previews.BareKeyPreview(end, quote),
+        may_end_unmarked=True,
     )
 
 
@@ -218,6 +219,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         make_scanner=functools.partial(call_scanners.MarkerScanner, "</function_calls>"),
         parse=call_syntax.parse_python_lines,
         preview=_preview_python,
+        may_end_unmarked=True,
     ),
     "mistral": _named(
         r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?",
@@ -361,7 +363,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "minimax-m3": _MINIMAX_M3,
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
-    "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),
+    "cohere_command": ReasoningFormat(
+        opens=("<|START_THINKING|>",),
+        closes=("<|END_THINKING|>",),
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
     "gemma4": _GEMMA_CHANNEL,
     "gemma-4": _GEMMA_CHANNEL,
     "mistral": ReasoningFormat(opens=("[THINK]",), closes=("[/THINK]",), is_forced=True),

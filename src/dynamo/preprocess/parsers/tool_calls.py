@@ -45,6 +45,7 @@ class ToolCallFormat:
     ends_thought: tuple[str, ...] = ()  # begins a call, even within an open thought
     bare: str = ""  # first characters of a call without a mark, if no text stands before it
     follows: str = ""  # first characters of a call without a mark behind another call
+    may_end_unmarked: bool = False  # its own syntax shows that it is complete
     make_scanner: Callable[[], call_scanners.CallScanner] = call_scanners.BracketScanner
     parse: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
         call_syntax.parse_json_calls
@@ -99,6 +100,11 @@ class ToolCallParser(parser.StateMachineParser):
     def _end(self) -> None:
         if self._is_forced:
             return
+        if self._form.may_end_unmarked and self._step is ToolCallParser._read_call:
+            calls = self._form.parse("".join(self._body), self._tools)
+            if calls is not None:
+                self._complete(calls)
+                return
         if self._begun:
             self._blanks.take()
             return

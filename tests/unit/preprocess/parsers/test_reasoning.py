@@ -122,6 +122,16 @@ def test_answer_that_breaks_off_within_its_marks_is_content(name, tag):
     assert read(made[1], *f"hm</think><{tag[:3]}") == [thought("hm"), content(f"<{tag[:3]}")]
 
 
+@pytest.mark.parametrize("thought_before", [True, False])
+def test_marks_around_an_answer_of_cohere_are_no_content(thought_before):
+    text = "<|START_THINKING|>hm<|END_THINKING|>" * thought_before
+    made = make_parser("cohere_command", "cohere_command")
+
+    told = read(made, *text + "<|START_RESPONSE|>It is 4.<|END_RESPONSE|>")
+
+    assert told == [thought("hm")] * thought_before + [content("It is 4.")]
+
+
 KIMI_THOUGHT = "hm<|close|>think<|sep|>"
 KIMI_ANSWER = "<|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
 KIMI_END = "<|close|>message<|sep|>"

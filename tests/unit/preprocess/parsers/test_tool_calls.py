@@ -171,6 +171,49 @@ def test_pythonic_code_other_than_plain_calls_is_content(text):
     assert read(make_parser("pythonic"), text) == [content(text)]
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("metric=true, tags=[null, {'a': false}]", '{"metric": true, "tags": [null, {"a": false}]}'),
+        ("from='en', class = 'b', if=1", '{"from": "en", "class": "b", "if": 1}'),
+        ("month=07, days=[010, 0.50, 100, 1e05, 0]", '{"month": 7, "days": [10, 0.5, 100, 100000.0, 0]}'),
+        ("note='from=1, true, 007', in=null", '{"note": "from=1, true, 007", "in": null}'),
+        ("true=1, null=2, from='a\nb'", '{"true": 1, "null": 2, "from": "a\\nb"}'),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["pythonic", "lfm2", "olmo3"])
+def test_call_that_only_resembles_python_is_read(name, written, arguments):
+    text = ONE_CALL[name].replace('city="Paris"', written)
+    expected = [parser.ToolCall("get_weather", arguments)]
+
+    assert read(make_parser(name), text) == expected
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == expected
+
+
+def test_bare_keys_may_have_any_characters_but_those_of_json():
+    text = '<|tool_call>call:f{$top:5,@id:[{file path:<|"|>a,b:{<|"|>},{ö : 1}]}<tool_call|>'
+    expected = [parser.ToolCall("f", '{"$top": 5,"@id": [{"file path": "a,b:{"},{"ö": 1}]}')]
+
+    assert read(make_parser("gemma4"), text) == expected
+    assert with_whole_calls(read(make_parser("gemma4", whole_tools=()), *text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gemma4", "<tool_call|>"),
+        ("functiongemma", "<end_function_call>"),
+        ("olmo3", "\n</function_calls>"),
+    ],
+)
+def test_complete_call_needs_no_mark_behind_it(name, end):
+    text = ONE_CALL[name].removesuffix(end)
+
+    assert read(make_parser(name), text) == [PARIS]
+    assert with_whole_calls(read(make_parser(name, whole_tools=()), *text)) == [PARIS]
+    assert read(make_parser(name), text[:-1]) == [content(text[:-1])]
+
+
 def test_tagged_values_are_converted_by_the_schema():
     text = (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n42\n</parameter>\n<parameter=days>\n3\n"

@@ -147,8 +147,8 @@ class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     model: str
     input: str | list[str]
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    truncate: bool | None = None  # None: yes
     # without effect
-    truncate: inputs.Hint = None
     options: inputs.Hint = None
     keep_alive: inputs.Hint = None
 
@@ -230,7 +230,7 @@ def decode_embed(body: bytes) -> embeddings.TextEmbeddingRequest:
     """Return the request for embeddings in OpenAI's form. Raises InvalidRequest."""
     request = _decode_embed(body)
     texts = [request.input] if isinstance(request.input, str) else request.input
-    return _embed(request.model, texts, request.dimensions)
+    return _embed(request.model, texts, request.dimensions, cuts=request.truncate is not False)
 
 
 def decode_embed_prompt(body: bytes) -> embeddings.TextEmbeddingRequest:
@@ -240,10 +240,13 @@ def decode_embed_prompt(body: bytes) -> embeddings.TextEmbeddingRequest:
 
 
 def _embed(
-    model: str, texts: list[str], dimensions: int | None = None
+    model: str, texts: list[str], dimensions: int | None = None, *, cuts: bool = False
 ) -> embeddings.TextEmbeddingRequest:
     converted = embeddings.TextEmbeddingRequest(
-        model=model.removesuffix(_TAG), input=[*texts], dimensions=dimensions
+        model=model.removesuffix(_TAG),
+        input=[*texts],
+        dimensions=dimensions,
+        truncate_prompt_tokens=-1 if cuts else None,
     )
     converted.check()
     return converted
