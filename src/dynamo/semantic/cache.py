@@ -102,8 +102,8 @@ def make_key(
     other_parts = _other_parts(view.messages[-1].get("content"))
     meaning = question_meaning.read_meaning(text)
     code = text if _CODE.search(text) else ""
-    signs = question_meaning.read_signs(text)
-    exact = [tenant, fields, view.messages[:-1], last, other_parts, code, signs, *meaning.key]
+    written = [code, question_meaning.read_signs(text), question_meaning.read_material(text)]
+    exact = [tenant, fields, view.messages[:-1], last, other_parts, *written, *meaning.key]
     digest = hashlib.blake2b(
         msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
     )

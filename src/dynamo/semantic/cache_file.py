@@ -58,7 +58,7 @@ def make_origin(settings: config.SemanticConfig) -> FileOrigin:
         hashlib.blake2b(data, digest_size=8).hexdigest()
         for data in (msgspec.json.encode(settings), rules)
     ]
-    return FileOrigin("semantic cache 3", *digests)
+    return FileOrigin("semantic cache 4", *digests)
 
 
 class CacheFile:

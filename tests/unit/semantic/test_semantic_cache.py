@@ -41,6 +41,8 @@ def make_cache(at=None, **settings):
         ("It's 3, no: 4. Why?!", "it\u2019s 3 no 4, why"),
         ("What is the capital of France, please?", "Can you please tell me the capital of France?"),
         ("How do I get gum out of hair?", "How do I remove gum from hair?"),
+        ("Who wrote 'Hamlet'?", "Who is the author of Hamlet?"),
+        ("How do you say cheese in French?", "Translate cheese to French"),
     ],
 )
 def test_same_question_in_other_words_hits(question, other):
@@ -128,6 +130,24 @@ def test_same_question_in_other_words_hits(question, other):
             "What is the difference between that and which?",
             "What is the difference between a and an?",
         ),
+        # the words themselves are the matter
+        ("How many letters are in doctor?", "How many letters are in physician?"),
+        ("What rhymes with car?", "What rhymes with automobile?"),
+        ("What is a synonym of large?", "What is a synonym of big?"),
+        ("Fix the grammar: She have a cats", "Fix the grammar: She have a cat"),
+        ("Translate my dog to French", "Translate the dog to French"),
+        ("How do you spell movies?", "How do you spell movie?"),
+        # synonyms that are told apart, or asked about
+        ("Difference between big and large?", "Difference between large and huge?"),
+        ("What is a flat?", "What is an apartment?"),
+        # a text that comes with the question
+        ("Is it a statement or a question: it is", "Is it a statement or a question: is it"),
+        ("Which mood has 'the film is easy'?", "Which mood has 'the movie is simple'?"),
+        (
+            "Summarize this.\nThe dogs of a child bark.",
+            "Summarize this.\nThe dog of the kids bark.",
+        ),
+        ("Write a poem about cats", "Write poems about cats"),
     ],
 )
 def test_question_of_another_meaning_misses(question, other):
@@ -158,6 +178,15 @@ def test_words_of_a_long_question_are_compared_as_they_are():
     meanings = [question_meaning.read_meaning(text + form) for form in ("why", "how come")]
 
     assert meanings[0].key != meanings[1].key
+
+
+def test_articles_and_plurals_of_a_long_question_count():
+    """It brings a text with it, whose words may be the matter."""
+    texts = [f"Who is meant here? {'A word. ' * 80}{end}" for end in ("The cats.", "A cat.")]
+
+    keys = [key_of(chat(text)) for text in texts]
+
+    assert keys[0].digest != keys[1].digest
 
 
 def test_everything_else_is_compared_exactly():
