@@ -53,6 +53,7 @@ class CacheKey:
     digest: bytes  # of all that is compared exactly, and of the question's words in any order
     tenant: str
     meaning: question_meaning.QuestionMeaning
+    decision: str = ""  # which has chosen model and system prompt by the very words
 
     @property
     def name(self) -> str:
@@ -182,7 +183,8 @@ class SemanticCache:
                 self.remove(key.digest)
                 return None
             score = similarity(key.meaning.weights, entry.key.meaning.weights)
-            if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
+            is_same = entry.key.decision == key.decision and score >= threshold
+            if not (is_same and key.meaning.agrees_with(entry.key.meaning)):
                 return None
             entry.num_hits += 1
             if self.settings.eviction_policy == "lru":

@@ -392,6 +392,7 @@ class SemanticRouter:
         key = cache.make_key(view, headers, tenant)
         if key is None or view.has_tools:
             return False
+        key = dataclasses.replace(key, decision=outcome.explanation.decision)
         thresholds = (
             plugin.similarity_threshold,
             self.settings.semantic_cache.similarity_threshold,

@@ -482,6 +482,25 @@ def test_conversations_of_other_decisions_do_not_share_an_answer():
     assert second.answer is None
 
 
+def test_other_wording_that_another_decision_takes_misses():
+    cached = "plugins: [{type: semantic-cache, configuration: {enabled: true}}]"
+    keywords = CONFIG.replace("[solve, equation]", "[repair, automobile]")
+    made = make_router(
+        keywords.replace("[python, ", "[car, ").replace(
+            "effort: high}]", f"effort: high}}]\n    {cached}"
+        )
+    )
+    first = made.route(chat("How do I repair a car?"), {})
+    made.cache.store(first.cache_key, COMPLETION)
+
+    second = made.route(chat("How do I repair an automobile?"), {})
+
+    decisions = [outcome.explanation.decision for outcome in (first, second)]
+    assert decisions == ["code_decision", "sums_decision"]
+    assert second.answer is None
+    assert second.cache_key.digest == first.cache_key.digest
+
+
 def test_changed_configuration_gives_no_answers_of_the_former():
     made = make_router()
     made.cache.store(made.route(chat(SUM), {}).cache_key, COMPLETION)
