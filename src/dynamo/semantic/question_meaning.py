@@ -5,9 +5,9 @@ does X have" and "what is the height of X" are one question. A rule may only joi
 whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in their order to text in lower
 case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
 the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
-Python list"; several of them keep theirs), for superlatives, and where a distance or a difference is asked for: "does
-A imply B" is not "does B imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed
-of a dog", no "dog breed".
+Python list"; several of them keep theirs), for superlatives, and of the things whose distance or difference is asked
+for, each with its own words: "does A imply B" is not "does B imply A". A genitive names an owner and a compound a
+kind: "a dog's breed" may be "the breed of a dog", no "dog breed".
 
 Where words themselves are the matter ("how many letters are in ...", "translate ..."), each of them counts as it is
 written: an article, a plural, one of two synonyms. So do the synonyms that a question tells apart, and one that is all
@@ -35,7 +35,7 @@ RULE_TABLE = (
     (r"\bcan(?:'t|not)\b", "can not"),
     (r"\bwon't\b", "will not"),
     (r"n't\b", " not"),
-    (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|\b(?:to|for) me\W*$", " "),
+    (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|(?<!say)(?<!spell)(?<!with) please\W*$|\b(?:to|for) me\W*$", " "),
     (rf"^(what|who|when|where) ({_IS_OR_WAS}) my\b", r"\1 \2 mine"),
     (
         r"^(?:\s*(?:hi|hello|hey|so|please|kindly|(?:can|could|would|will) you|do you know|"
@@ -123,7 +123,7 @@ RULE_TABLE = (
     (r"^(?:which|what) (.+) (?:do|does) (.+) have\W*$", r"\1 of \2"),
     (r"^why (?:is|are) (.+) (?:good|beneficial|healthy)(?: for (?:you|me|us|people|your health))?\W*$", r"benefit \1"),
     (r"\b(?:benefits?|advantages?|upsides?) (?:of|to)\b", "benefit"),
-    (r"^(?:how (?:do|does|are|is)|in what way do) (.+) (?:differ|different)(?: from (.+?))?\W*$", r"difference \1 \2"),
+    (r"^(?:how (?:do|does|are|is)|in what way do) (.+) differ(?:ent)?(?: from (.+?))?\W*$", r"difference \1 and \2"),
     (r"^(?:what (?:does|do)) (.+) do\W*$", r"function \1"),
     (r"^(?:what is )?the (?:role|job|purpose|function|task) of", "function"),
     (r"^is it (?:okay|ok|alright|possible) to\b", "can"),
@@ -207,6 +207,7 @@ _FREE, _ATTACHES, _DIRECTS, _ASKS = (frozenset(row.split()) for row in _WORDS_BY
 _LIGHT = _FREE | _ATTACHES
 _FUNCTION_WORDS = _LIGHT | _DIRECTS | _ASKS
 _IS_SYMMETRIC = frozenset({"distance", "difference"})
+_PARTS = frozenset({"and", "or", "between", "vs", "versus", "from", "to"})  # what is compared
 _JOINS = frozenset({"and", "or", "between", "vs", "versus", ""})  # and nothing: the end
 _BOUNDS = _JOINS | _ATTACHES | {"to"}
 
@@ -242,8 +243,6 @@ class QuestionMeaning:
         # two that change their places change what they belong to: the king of Spain, the queen of France
         if [w for w in self.words if w in free] != [w for w in other.words if w in free]:
             return False
-        if not _IS_SYMMETRIC.isdisjoint(self.words):
-            free |= {word for word in self.words if not word[0].isdigit()}
         return self._fixed(free) == other._fixed(free)
 
     def _fixed(self, free: frozenset[str]) -> list[str]:
@@ -254,7 +253,7 @@ def read_meaning(text: str) -> QuestionMeaning:
     """Return the meaning of a question."""
     wording = join_wordings(_LETTER.sub("_a", text))
     tokens = _TOKEN.findall(wording)
-    is_symmetric = not _IS_SYMMETRIC.isdisjoint(tokens)
+    is_symmetric = any(_stem(token, {}) in _IS_SYMMETRIC for token in tokens)
     is_exact = _ABOUT_WORDS.search(text) is not None
     synonyms = _select_synonyms(tokens)
     # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
@@ -275,8 +274,10 @@ def read_meaning(text: str) -> QuestionMeaning:
             words.append(stem)
         elif token in _ASKS:
             asks.add(token)
+        elif is_symmetric and token in _PARTS:
+            words.append("and")
         elif token in _DIRECTS and not is_last:
-            relation = "" if is_symmetric else f"{token} "
+            relation = f"{token} "
         elif token not in _LIGHT or (is_last and token in _ATTACHES):
             word = relation + stem
             words.append(word)
@@ -289,6 +290,8 @@ def read_meaning(text: str) -> QuestionMeaning:
         if token not in ("the", "a", "an", "my"):
             before = token
     capitals, openings = _read_capitals(text.replace("’", "'"))
+    if is_symmetric and not is_exact:
+        words, attached, owners = _sort_parts(words), set(), set()
     return QuestionMeaning(
         tuple(words),
         frozenset(asks),
@@ -300,6 +303,28 @@ def read_meaning(text: str) -> QuestionMeaning:
         frozenset(openings),
         weights,
     )
+
+
+def _sort_parts(words: Sequence[str]) -> list[str]:
+    """Return the words of a question for a difference or distance, with what is compared in the order of the alphabet.
+
+    Numbers and letters keep theirs: they may be subtracted.
+    """
+    ends = [n for n, word in enumerate(words) if word.rpartition(" ")[2] in _IS_SYMMETRIC]
+    position = ends[0] if ends else len(words) - 1
+    head, rest = [*words[: position + 1]], words[position + 1 :]
+    if not rest:
+        head, rest = [words[position]], words[:position]
+    parts: list[list[str]] = [[]]
+    for word in rest:
+        if word == "and":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    parts = [part for part in parts if part]
+    if not any(part[0][0].isdigit() or len(part[0]) == 1 for part in parts):
+        parts.sort()
+    return [*head, *(word for part in parts for word in ("and", *part))]
 
 
 def read_signs(text: str) -> list[str]:

@@ -42,6 +42,10 @@ def make_cache(at=None, **settings):
         ("What is the capital of France, please?", "Can you please tell me the capital of France?"),
         ("How do I get gum out of hair?", "How do I remove gum from hair?"),
         ("Who wrote 'Hamlet'?", "Who is the author of Hamlet?"),
+        ("What is the difference between TCP and UDP?", "Differences between UDP and TCP"),
+        ("How do git fetch and git pull differ?", "How does git pull differ from git fetch?"),
+        ("Distance from Paris to Rome", "How far is Rome from Paris?"),
+        ("tell me a joke please", "Tell me a joke"),
         ("How do you say cheese in French?", "Translate cheese to French"),
     ],
 )
@@ -148,6 +152,17 @@ def test_same_question_in_other_words_hits(question, other):
             "Summarize this.\nThe dog of the kids bark.",
         ),
         ("Write a poem about cats", "Write poems about cats"),
+        # each of what is compared has words of its own
+        (
+            "Difference between a public key and a private token?",
+            "Difference between a public token and a private key?",
+        ),
+        (
+            "How do Python lists and Java arrays differ?",
+            "How do Python arrays and Java lists differ?",
+        ),
+        ("How far is North Paris from South Rome?", "How far is North Rome from South Paris?"),
+        ("What is the difference of 9 and 4?", "What is the difference of 4 and 9?"),
     ],
 )
 def test_question_of_another_meaning_misses(question, other):
