@@ -194,7 +194,7 @@ _MATERIAL = re.compile(  # what a question brings with it
     re.DOTALL | re.IGNORECASE,
 )
 # One text, where "poems about cats" asks for several.
-_ONE = re.compile(r"(?:write|compose|create|generate|invent|suggest|draw)\s+an?\s")
+_ASKS_FOR_ONE = re.compile(r"(?:write|compose|create|generate|invent|suggest|draw)\s+an?\s")
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
@@ -259,7 +259,7 @@ def read_meaning(text: str) -> QuestionMeaning:
     # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
     num_symbols = sum(t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens)
     words: list[str] = []
-    asks, attached, owners = set(["one"] if _ONE.match(wording) else ()), set(), set()
+    asks, attached, owners = set(["one"] if _ASKS_FOR_ONE.match(wording) else ()), set(), set()
     weights: dict[str, float] = {}
     before, relation = "", ""
     previous = "-"
@@ -312,11 +312,11 @@ def _sort_parts(words: Sequence[str]) -> list[str]:
     """
     ends = [n for n, word in enumerate(words) if word.rpartition(" ")[2] in _IS_SYMMETRIC]
     position = ends[0] if ends else len(words) - 1
-    head, rest = [*words[: position + 1]], words[position + 1 :]
-    if not rest:
-        head, rest = [words[position]], words[:position]
+    head, compared = [*words[: position + 1]], words[position + 1 :]
+    if not compared:
+        head, compared = [words[position]], words[:position]
     parts: list[list[str]] = [[]]
-    for word in rest:
+    for word in compared:
         if word == "and":
             parts.append([])
         else:

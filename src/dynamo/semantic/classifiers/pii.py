@@ -233,8 +233,8 @@ def _search_ibans(text: str) -> Iterator[PiiSpan]:
         length = _IBAN_LENGTHS.get(text[start : start + 2].upper())
         if length is None:
             continue
-        rest = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
-        tail = re.compile(rest).match(text, match.end())
+        digits = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
+        tail = re.compile(digits).match(text, match.end())
         if tail is None:
             continue
         code = re.sub(r"[ -]", "", text[start : tail.end()]).upper()
@@ -300,15 +300,15 @@ def _check_phone(match: re.Match[str]) -> float:
     if re.match(r"\(?00[1-9]", number) and num_digits >= 10:
         return 0.95
     sizes = [len(group) for group in groups]
-    other = _OTHER_NUMBER.search(before)
-    if re.search(r"\w\($|\d $", before) or (other and other[1]):
+    named_kind = _OTHER_NUMBER.search(before)
+    if re.search(r"\w\($|\d $", before) or (named_kind and named_kind[1]):
         return 0.0  # an argument of a function, the end of a list, a number with a name
     has_area = re.match(r"(?:\d{1,3} ?)?\((?:0|\d\d)", number) is not None
     if has_area and (num_digits >= 10 or (num_digits == 9 and groups[0][0] == "0")):
         return 0.9
     if sizes[-3:] == [3, 3, 4] or sizes == [3, 4, 4]:
         return 0.9
-    if _PHONE_WORD.search(before) and not other:
+    if _PHONE_WORD.search(before) and not named_kind:
         return 0.85
     is_grouped = 3 <= len(groups) <= 5 and all(2 <= size <= 4 for size in sizes)
     return 0.75 if is_grouped and re.match(r"0[1-9]", groups[0]) and num_digits >= 9 else 0.0
