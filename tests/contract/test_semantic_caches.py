@@ -327,6 +327,7 @@ async def test_answer_that_is_too_long_for_milvus_stays_in_the_process(milvus):
         {"weights": {"capital": 1e308}},
         {"weights": {"capital": -1}},
         {"words": ["other"]},
+        {"decision": "other"},
     ],
     ids=str,
 )
@@ -335,9 +336,10 @@ async def test_broken_row_is_a_miss(milvus, change):
     await answer(first, QUESTION)
     client = first._milvus._client
     [row] = client.query(milvus.name, filter="expires_at > 0", output_fields=["*"])
-    row, meaning = dict(row), msgspec.json.decode(row["meaning"])
+    row, (decision, meaning) = dict(row), msgspec.json.decode(row["meaning"])
     meaning.update((k, v) for k, v in change.items() if k in meaning)
-    row["meaning"] = msgspec.json.encode(meaning).decode()
+    decision = change.get("decision", decision)
+    row["meaning"] = msgspec.json.encode((decision, meaning)).decode()
     row.update((k, v) for k, v in change.items() if k in row)
     client.upsert(milvus.name, [row])
 

@@ -53,6 +53,7 @@ class CacheKey:
     digest: bytes  # of all that is compared exactly, and of the question's words in any order
     tenant: str
     meaning: question_meaning.QuestionMeaning
+    decision: str = ""  # which has chosen model and system prompt by the very words
 
     @property
     def name(self) -> str:
@@ -102,8 +103,8 @@ def make_key(
     other_parts = _other_parts(view.messages[-1].get("content"))
     meaning = question_meaning.read_meaning(text)
     code = text if _CODE.search(text) else ""
-    signs = question_meaning.read_signs(text)
-    exact = [tenant, fields, view.messages[:-1], last, other_parts, code, signs, *meaning.key]
+    written = [code, question_meaning.read_signs(text), question_meaning.read_material(text)]
+    exact = [tenant, fields, view.messages[:-1], last, other_parts, *written, *meaning.key]
     digest = hashlib.blake2b(
         msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
     )
@@ -182,7 +183,8 @@ class SemanticCache:
                 self.remove(key.digest)
                 return None
             score = similarity(key.meaning.weights, entry.key.meaning.weights)
-            if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
+            is_same = entry.key.decision == key.decision and score >= threshold
+            if not (is_same and key.meaning.agrees_with(entry.key.meaning)):
                 return None
             entry.num_hits += 1
             if self.settings.eviction_policy == "lru":

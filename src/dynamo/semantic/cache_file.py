@@ -48,6 +48,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True):
     meaning: question_meaning.QuestionMeaning | None = None
     body: bytes = b""
     expires_at: float = 0.0  # by the wall clock
+    decision: str = ""
 
 
 def make_origin(settings: config.SemanticConfig) -> FileOrigin:
@@ -58,7 +59,7 @@ def make_origin(settings: config.SemanticConfig) -> FileOrigin:
         hashlib.blake2b(data, digest_size=8).hexdigest()
         for data in (msgspec.json.encode(settings), rules)
     ]
-    return FileOrigin("semantic cache 3", *digests)
+    return FileOrigin("semantic cache 4", *digests)
 
 
 class CacheFile:
@@ -88,7 +89,7 @@ class CacheFile:
         self._cache, self._origin = stored, origin
         for record in self._read():
             if record.body and record.meaning is not None:
-                key = cache.CacheKey(record.digest, record.tenant, record.meaning)
+                key = cache.CacheKey(record.digest, record.tenant, record.meaning, record.decision)
                 stored.store(key, record.body, record.expires_at - self._clock.wall())
             else:
                 stored.remove(record.digest)
@@ -152,7 +153,8 @@ class CacheFile:
         if answer is None:
             return AnswerRecord(digest)
         expires_at = self._clock.wall() + answer.expires_at - self._clock.now()
-        return AnswerRecord(digest, answer.key.tenant, answer.key.meaning, answer.body, expires_at)
+        key = answer.key
+        return AnswerRecord(digest, key.tenant, key.meaning, answer.body, expires_at, key.decision)
 
     def _write_anew(self) -> None:
         """Replace the file by one of the answers that the cache has now."""

@@ -101,6 +101,8 @@ def load(
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise errors.ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
+    if not data.strip():  # as some editors leave it for a moment, and a full disk for good
+        raise errors.ConfigError(f"{path}: expected a configuration, got an empty file")
     try:
         return parse(data, categories, path.parent, find_hub_model)
     except errors.ConfigError as error:
@@ -315,8 +317,7 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
         raise errors.ConfigError("expected YAML: a value does not fit the tag before it") from error
     if num_values > MAX_VALUES:
         raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
-    if tree is None:
-        return {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise errors.ConfigError("expected keys and values, got something else")
     return tree

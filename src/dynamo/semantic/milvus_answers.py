@@ -50,6 +50,7 @@ _logger = logging.getLogger(__name__)
 for _name in ("pymilvus", "pymilvus.milvus_client"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)  # it logs each failure, with a traceback
 T = TypeVar("T")
+_decode_meaning = msgspec.json.Decoder(tuple[str, question_meaning.QuestionMeaning]).decode
 
 
 class StoredRow(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class StoredRow(msgspec.Struct, frozen=True):
 
     id: str
     tenant: str
-    meaning: str
+    meaning: str  # the decision and the meaning of the question
     body: str
     expires_at: int  # milliseconds of the wall clock
 
@@ -113,7 +114,7 @@ class MilvusAnswers:
 
     def put(self, key: cache.CacheKey, body: bytes) -> None:
         """Store an answer, in the background."""
-        meaning = msgspec.json.encode(key.meaning)
+        meaning = msgspec.json.encode((key.decision, key.meaning))
         row = {
             "id": self._row_id(key.digest),
             "tenant": _digest(key.tenant.encode()),
@@ -299,7 +300,7 @@ class MilvusAnswers:
     ) -> cache.StoredAnswer | None:
         """Return what a row says, unless it has expired. Raises ValueError and others for what no router has stored."""
         row = msgspec.convert(dict(fields), StoredRow)
-        meaning = msgspec.json.decode(row.meaning, type=question_meaning.QuestionMeaning)
+        decision, meaning = _decode_meaning(row.meaning)
         if (row.id, row.tenant) != (self._row_id(key.digest), _digest(key.tenant.encode())):
             raise ValueError("it has another key or tenant")
         if meaning.key != key.meaning.key:
@@ -307,7 +308,7 @@ class MilvusAnswers:
         if not all(0 < weight < _MOST_WEIGHT for weight in meaning.weights.values()):
             raise ValueError("its weights are no counts of words")
         left_s = row.expires_at / 1000 - self._clock.wall()
-        found = cache.CacheKey(key.digest, key.tenant, meaning)
+        found = cache.CacheKey(key.digest, key.tenant, meaning, decision)
         answer = cache.StoredAnswer(found, row.body.encode(), self._clock.now() + left_s)
         return answer if left_s > 0 else None
 

@@ -5,9 +5,14 @@ does X have" and "what is the height of X" are one question. A rule may only joi
 whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in their order to text in lower
 case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
 the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
-Python list"; several of them keep theirs), for superlatives, and where a distance or a difference is asked for: "does
-A imply B" is not "does B imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed
-of a dog", no "dog breed".
+Python list"; several of them keep theirs), for superlatives, and of the things whose distance or difference is asked
+for, each with its own words: "does A imply B" is not "does B imply A". A genitive names an owner and a compound a
+kind: "a dog's breed" may be "the breed of a dog", no "dog breed".
+
+Where words themselves are the matter ("how many letters are in ...", "translate ..."), each of them counts as it is
+written: an article, a plural, one of two synonyms. So do the synonyms that a question tells apart, and one that is all
+that is asked about. A text that a question brings with it (in quotes, behind a colon, in lines of its own) is compared
+letter by letter.
 
 Capitals tell names from common words ("US" and "us", "Polish" and "polish", the language C and a speed c), so both
 questions must write a word with the same capitals. The capital that begins a sentence says nothing, except of a word
@@ -16,7 +21,7 @@ question in careless lower case is not joined with one that writes its names as 
 """  # decider
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_REWORDED = 500  # characters; a longer question is compared in its own words: rules take time
@@ -30,7 +35,7 @@ RULE_TABLE = (
     (r"\bcan(?:'t|not)\b", "can not"),
     (r"\bwon't\b", "will not"),
     (r"n't\b", " not"),
-    (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|\b(?:to|for) me\W*$", " "),
+    (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|(?<!say)(?<!spell)(?<!with) please\W*$|\b(?:to|for) me\W*$", " "),
     (rf"^(what|who|when|where) ({_IS_OR_WAS}) my\b", r"\1 \2 mine"),
     (
         r"^(?:\s*(?:hi|hello|hey|so|please|kindly|(?:can|could|would|will) you|do you know|"
@@ -118,7 +123,7 @@ RULE_TABLE = (
     (r"^(?:which|what) (.+) (?:do|does) (.+) have\W*$", r"\1 of \2"),
     (r"^why (?:is|are) (.+) (?:good|beneficial|healthy)(?: for (?:you|me|us|people|your health))?\W*$", r"benefit \1"),
     (r"\b(?:benefits?|advantages?|upsides?) (?:of|to)\b", "benefit"),
-    (r"^(?:how (?:do|does|are|is)|in what way do) (.+) (?:differ|different)(?: from (.+?))?\W*$", r"difference \1 \2"),
+    (r"^(?:how (?:do|does|are|is)|in what way do) (.+) differ(?:ent)?(?: from (.+?))?\W*$", r"difference \1 and \2"),
     (r"^(?:what (?:does|do)) (.+) do\W*$", r"function \1"),
     (r"^(?:what is )?the (?:role|job|purpose|function|task) of", "function"),
     (r"^is it (?:okay|ok|alright|possible) to\b", "can"),
@@ -176,6 +181,20 @@ _QUOTES = re.compile("[\"'`]+")
 _ABOUT_SIGNS = re.compile(
     r"punctuat|\bcommas?\b|colons?\b|apostrophe|gramma|\bsentence|proofread", re.I
 )
+_ABOUT_WORDS = re.compile(
+    r"\b(?:translat|spell|pronounc|pronunciation|rhym|synonym|antonym|homo(?:phone|nym)|syllable|vowel|consonant|acrostic|"
+    r"conjugat|re(?:write|word|phrase)\b|paraphras|proofread|gramma|capitali[sz]|anagram|palindrom|etymolog|abbreviat|"
+    r"(?:upper|lower) ?case|(?:letter|character|word)s?\b|tense of|plural|singular|part of speech|opposite of|"
+    r"in a sentence|in (?:english|correct)\b|correct (?:this|my|the|english)|(?:should|(?:do|would) \w+) (?:i )?say)",
+    re.IGNORECASE,
+)
+_MATERIAL = re.compile(  # what a question brings with it
+    r"\"([^\"]+)\"|“([^”]+)”|`([^`]+)`|(?<!\w)'([^']+)'(?!\w)|\n\s*(\S.*)|"
+    r"(?<!define)(?<!explain)(?<!tell me)(?<!\Aquestion):\s+(\S.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+# One text, where "poems about cats" asks for several.
+_ASKS_FOR_ONE = re.compile(r"(?:write|compose|create|generate|invent|suggest|draw)\s+an?\s")
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
@@ -188,6 +207,7 @@ _FREE, _ATTACHES, _DIRECTS, _ASKS = (frozenset(row.split()) for row in _WORDS_BY
 _LIGHT = _FREE | _ATTACHES
 _FUNCTION_WORDS = _LIGHT | _DIRECTS | _ASKS
 _IS_SYMMETRIC = frozenset({"distance", "difference"})
+_PARTS = frozenset({"and", "or", "between", "vs", "versus", "from", "to"})  # what is compared
 _JOINS = frozenset({"and", "or", "between", "vs", "versus", ""})  # and nothing: the end
 _BOUNDS = _JOINS | _ATTACHES | {"to"}
 
@@ -223,8 +243,6 @@ class QuestionMeaning:
         # two that change their places change what they belong to: the king of Spain, the queen of France
         if [w for w in self.words if w in free] != [w for w in other.words if w in free]:
             return False
-        if not _IS_SYMMETRIC.isdisjoint(self.words):
-            free |= {word for word in self.words if not word[0].isdigit()}
         return self._fixed(free) == other._fixed(free)
 
     def _fixed(self, free: frozenset[str]) -> list[str]:
@@ -233,28 +251,33 @@ class QuestionMeaning:
 
 def read_meaning(text: str) -> QuestionMeaning:
     """Return the meaning of a question."""
-    tokens = _TOKEN.findall(join_wordings(_LETTER.sub("_a", text)))
-    is_symmetric = not _IS_SYMMETRIC.isdisjoint(tokens)
+    wording = join_wordings(_LETTER.sub("_a", text))
+    tokens = _TOKEN.findall(wording)
+    is_symmetric = any(_stem(token, {}) in _IS_SYMMETRIC for token in tokens)
+    is_exact = _ABOUT_WORDS.search(text) is not None
+    synonyms = _select_synonyms(tokens)
     # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
     num_symbols = sum(t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens)
     words: list[str] = []
-    asks, attached, owners = set(), set(), set()
+    asks, attached, owners = set(["one"] if _ASKS_FOR_ONE.match(wording) else ()), set(), set()
     weights: dict[str, float] = {}
     before, relation = "", ""
     previous = "-"
     for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
         is_last = not following
-        stem = _stem(token)
+        stem = token if is_exact else _stem(token, synonyms)
         # such a word is asked about: the difference between "in" and "on"
         is_named = previous in _JOINS and following in _BOUNDS and token in _FUNCTION_WORDS
         previous = token
         weights[stem] = weights.get(stem, 0.0) + (0.25 if token in _LIGHT else 1.0)
-        if is_named:
+        if is_named or is_exact:
             words.append(stem)
         elif token in _ASKS:
             asks.add(token)
+        elif is_symmetric and token in _PARTS:
+            words.append("and")
         elif token in _DIRECTS and not is_last:
-            relation = "" if is_symmetric else f"{token} "
+            relation = f"{token} "
         elif token not in _LIGHT or (is_last and token in _ATTACHES):
             word = relation + stem
             words.append(word)
@@ -267,15 +290,41 @@ def read_meaning(text: str) -> QuestionMeaning:
         if token not in ("the", "a", "an", "my"):
             before = token
     capitals, openings = _read_capitals(text.replace("’", "'"))
+    if is_symmetric and not is_exact:
+        words, attached, owners = _sort_parts(words), set(), set()
     return QuestionMeaning(
         tuple(words),
         frozenset(asks),
         frozenset(attached),
         frozenset(owners),
-        frozenset(word for word in capitals if _stem(word.lower()) in weights),
+        frozenset(
+            word for word in capitals if is_exact or _stem(word.lower(), synonyms) in weights
+        ),
         frozenset(openings),
         weights,
     )
+
+
+def _sort_parts(words: Sequence[str]) -> list[str]:
+    """Return the words of a question for a difference or distance, with what is compared in the order of the alphabet.
+
+    Numbers and letters keep theirs: they may be subtracted.
+    """
+    ends = [n for n, word in enumerate(words) if word.rpartition(" ")[2] in _IS_SYMMETRIC]
+    position = ends[0] if ends else len(words) - 1
+    head, compared = [*words[: position + 1]], words[position + 1 :]
+    if not compared:
+        head, compared = [words[position]], words[:position]
+    parts: list[list[str]] = [[]]
+    for word in compared:
+        if word == "and":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    parts = [part for part in parts if part]
+    if not any(part[0][0].isdigit() or len(part[0]) == 1 for part in parts):
+        parts.sort()
+    return [*head, *(word for part in parts for word in ("and", *part))]
 
 
 def read_signs(text: str) -> list[str]:
@@ -324,7 +373,30 @@ def _read_capitals(text: str) -> tuple[set[str], set[str]]:
     return capitals, openings
 
 
-def _stem(word: str) -> str:
+def _select_synonyms(tokens: Sequence[str]) -> Mapping[str, str]:
+    """Return the synonyms that stand for each other in a question: none if it tells two apart, or asks about one."""
+    stems = {_stem(token, {}) for token in tokens if token not in _FUNCTION_WORDS}
+    groups = [SYNONYMS[stem] for stem in stems if stem in SYNONYMS]
+    return {} if len(stems) == 1 or len(groups) > len(set(groups)) else SYNONYMS
+
+
+def _stem(word: str, synonyms: Mapping[str, str]) -> str:
     """Return a word without the ending of a plural or a genitive, as the first of its synonyms."""
     stem = _ENDINGS.sub("", word)
-    return SYNONYMS.get(stem) or SYNONYMS.get(word) or stem
+    return synonyms.get(stem) or synonyms.get(word) or stem
+
+
+def read_material(text: str) -> list[str]:
+    """Return the texts that a question brings with it, as they are written; a word in quotes may go without them."""
+    if len(text) > MAX_REWORDED:
+        return [text.strip()]
+    texts = (next(filter(None, match.groups())).strip() for match in _MATERIAL.finditer(text))
+    return [material for material in texts if not _is_strict(material)]
+
+
+def _is_strict(material: str) -> bool:
+    """Return whether no other text has the words of this one, as `read_meaning` reads them."""
+    lowered = material.lower()
+    tokens = _TOKEN.findall(lowered)
+    are_same = all(token not in _LIGHT and _stem(token, SYNONYMS) == token for token in tokens)
+    return are_same and join_wordings(lowered) == lowered and "\n" not in material

@@ -136,17 +136,16 @@ class SemanticRouter:
         self._select_tools(view, classifiers, explanation)
         if is_auto and self.settings.conversations.enabled:
             match, kept = self._keep_conversation(match, matches, view, earlier, explanation)
+        if match is not None:
+            explanation.decision = match.settings.name
+            explanation.reasons, explanation.confidence = match.reasons, match.confidence
         # the guards are those of the decision that is followed: its model gets the text
-        guarded = match.settings.name if match is not None else ""
-        route_to = self._guard(view, guarded, outcome, classifiers)
+        route_to = self._guard(view, outcome, classifiers)
         if outcome.answer is not None:
             return outcome
         if route_to and kept:
             explanation.conversation = "switched: a guard sends the request to its own model"
         plugins = {} if match is None else self.loaded.plugins[match.settings.name]
-        if match is not None:
-            explanation.decision = match.settings.name
-            explanation.reasons, explanation.confidence = match.reasons, match.confidence
         is_shared = api == "chat" and decisions.is_first(match, matches)
         plugin = plugins.get("semantic-cache") if is_shared else None
         if self._is_cached(view, headers, tenant, plugin, outcome):
@@ -264,13 +263,12 @@ class SemanticRouter:
     def _guard(
         self,
         view: request_view.RequestView,
-        decision: str,
         outcome: routing_outcome.RoutedRequest,
         classifiers: guards.RequestClassifiers,
     ) -> str:
         """Let the guards read the request; return the model that one of them sends it to."""
         explanation = outcome.explanation
-        plugins = self.loaded.plugins.get(decision, {})
+        plugins = self.loaded.plugins.get(explanation.decision, {})
         verdicts = (
             guards.check_attack(
                 view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), classifiers
@@ -290,8 +288,8 @@ class SemanticRouter:
                 verdict = dataclasses.replace(verdict, is_complete=False)
             explanation.verdicts.append(verdict)
             if verdict.action == "block":
-                explanation.path, explanation.decision = "blocked", decision
-                outcome.answer = self._refuse(verdict, decision, explanation, view)
+                explanation.path = "blocked"
+                outcome.answer = self._refuse(verdict, explanation, view)
                 break
             if verdict.action == "route" and verdict.route_to:
                 route_to = verdict.route_to
@@ -329,13 +327,12 @@ class SemanticRouter:
     def _refuse(
         self,
         verdict: guards.GuardVerdict,
-        decision: str,
         explanation: routing_outcome.Explanation,
         view: request_view.RequestView,
     ) -> immediate.ImmediateAnswer:
         created, is_stream = int(self._clock.wall()), view.is_stream
         if verdict.guard == "pii":
-            name, category = decision or FALLBACK, explanation.category
+            name, category = explanation.decision or FALLBACK, explanation.category
             return immediate.refuse_pii(
                 verdict.labels, name, category, created, is_stream=is_stream
             )
@@ -392,6 +389,7 @@ class SemanticRouter:
         key = cache.make_key(view, headers, tenant)
         if key is None or view.has_tools:
             return False
+        key = dataclasses.replace(key, decision=outcome.explanation.decision)
         thresholds = (
             plugin.similarity_threshold,
             self.settings.semantic_cache.similarity_threshold,

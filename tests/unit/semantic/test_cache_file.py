@@ -1,6 +1,7 @@
 """The file of a semantic cache: what outlives a restart, and what is refused."""
 
 import contextlib
+import dataclasses
 import logging
 
 import msgspec
@@ -46,6 +47,15 @@ def test_answers_outlive_a_restart_but_not_their_removal(tmp_path, at):
         stored.invalidate()
     with opened(tmp_path / "own", at) as stored:
         assert len(stored) == 0
+
+
+def test_answer_of_a_decision_is_its_own_after_a_restart(tmp_path, at):
+    key = key_of("first")
+    with opened(tmp_path / "own", at) as stored:
+        stored.store(dataclasses.replace(key, decision="sums"), COMPLETION)
+    with opened(tmp_path / "own", at) as stored:
+        assert stored.find(dataclasses.replace(key, decision="sums"), 0)
+        assert stored.find(key, 0) is None
 
 
 async def test_time_runs_on_while_the_process_is_down(tmp_path, at):

@@ -43,6 +43,9 @@ def test_name_or_address_is_found_at_the_usual_threshold(text, kind, found):
         "WHAT IS THE CAPITAL OF FRANCE",
         "",
         "\n\n \n",
+        # parts of longer numbers, no postcodes
+        "arXiv:2103.00020",
+        "sha1 da39a3ee5e6b4b0d3255bfef95601890afd80709",
     ],
 )
 def test_common_words_are_no_names(text):

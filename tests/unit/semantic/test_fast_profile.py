@@ -84,6 +84,19 @@ def test_request_between_rows_of_a_table_is_an_attack(line, rules):
     assert (score.risk >= 0.7) == bool(rules)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Explain:\ncat f | sort | uniq\nWhat does this do compared to\ncat f | sort -u | head",
+        "expr ::= a | b | c\nWrite a parser for this grammar:\nterm ::= x | y",
+        "|x| + |y| = 3\nFind all solutions where\n|x| < 2",
+        "| a | b |\n|---|---|\n| 1 | 2 |\nWhat does it have that is not in\n| a | b |\n|:--|---|\n| 1 | 3 |",
+    ],
+)
+def test_question_between_lines_with_bars_or_two_tables_is_no_attack(text):
+    assert FAST.classify_attack(text).rules == ()
+
+
 @pytest.mark.parametrize("text", ["|" * 60_000, "| a | b |\n" * 6_000, "a b c d e f\n" * 5_000])
 def test_search_for_requests_in_tables_reads_each_line_once(text):
     """A pattern that begins at each sign again would take an hour here."""

@@ -61,6 +61,25 @@ def types_of(text):
         ("\u6211\u7684\u5361\u53f7\u662f4111111111111111\u8bf7\u5e2e\u6211", "CREDIT_CARD"),
         ("bob\uff20exam\u200bple.com", "EMAIL_ADDRESS"),
         ("SSN 536\u201190\u20114399", "US_SSN"),
+        # as people write them
+        ("write to bob [at] example [dot] com", "EMAIL_ADDRESS"),
+        ("write to bob(at)example.com", "EMAIL_ADDRESS"),
+        (
+            "write to \u043f\u0451\u0442\u0440@\u043f\u0440\u0438\u043c\u0435\u0440.\u0440\u0444",
+            "EMAIL_ADDRESS",
+        ),
+        ("write to x@example.xn--p1ai", "EMAIL_ADDRESS"),
+        ("card 4111 - 1111 - 1111 - 1111", "CREDIT_CARD"),
+        ("card 5555  5555  5555  4444", "CREDIT_CARD"),
+        ("card 4111/1111/1111/1111", "CREDIT_CARD"),
+        ("phone:415-555-2671", "PHONE_NUMBER"),
+        ("phone_number=4155552671", "PHONE_NUMBER"),
+        ("07700 900123", "PHONE_NUMBER"),
+        ("0171-1234567", "PHONE_NUMBER"),
+        ("8 (495) 123-45-67", "PHONE_NUMBER"),
+        ("text me on 4155552671", "PHONE_NUMBER"),
+        ("born March 12th, 1985", "DATE_TIME"),
+        ("D.O.B. 12.03.1985", "DATE_TIME"),
     ],
 )
 def test_personal_data_is_found(text, kind):
@@ -94,6 +113,20 @@ def test_personal_data_is_found(text, kind):
         "federal tax ID number 98-7654321",
         "ssh admin@server and root@localhost",
         "the IBAN is a number of a bank account",
+        # numbers of other things
+        "What is the number 123456789 divided by 3?",
+        "a text of 1500000 words and message 1700000123",
+        "I reach 10000000 steps, and registers hold 10100101",
+        "call f(1000000)",
+        "2 4 8 16 32 64 128 256 512 1024",
+        "(100) 200 300",
+        "byte 0012 3456 789a",
+        "part number 123-456-7890",
+        "1234 5678 9012 3456",
+        "upgrade from 2.31.0.4 to 2.31.0.12, version 10.15.7.4",
+        "section 1.2.3.4 and netmask 255.255.255.0",
+        "git clone git@github.com:org/repo.git",
+        "Dear Reader, Dear Colleagues",
     ],
 )
 def test_harmless_numbers_and_words_pass(text):

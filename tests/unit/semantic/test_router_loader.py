@@ -50,6 +50,16 @@ def test_wrong_file_keeps_the_old_one_and_says_why(path):
     assert "strategy" in loader.last_error
 
 
+@pytest.mark.parametrize("data", ["", " \n"])
+def test_emptied_file_keeps_the_guards(path, data):
+    loader = service.RouterLoader(path, clock.VirtualClock())
+    path.write_text(data)
+
+    assert not loader.reload_if_changed()
+    assert loader.router.settings.prompt_guard.enabled
+    assert "empty file" in loader.last_error
+
+
 def test_folder_that_cannot_be_is_logged_at_a_reload_and_ends_nothing(path, caplog):
     routing = service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
     path.write_text("semantic_cache: {enabled: true, directory: ~nobody-of-this-name/x}\n")

@@ -237,6 +237,14 @@ def test_attack_is_found_wherever_a_model_would_see_it(fields):
     assert make_router().route(body, {}).explanation.path == "blocked"
 
 
+def test_refused_request_tells_why_its_decision_applies():
+    outcome = make_router().route(chat(f"{SUM} my card is {CARD}"), {})
+
+    assert outcome.explanation.path == "blocked"
+    assert headers_of(outcome)["x-vsr-selected-confidence"] == "1.0000"
+    assert outcome.explanation.reasons == ("keyword sums",)
+
+
 @pytest.mark.parametrize(
     ("api", "field", "others"),
     [

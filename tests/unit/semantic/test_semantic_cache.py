@@ -41,6 +41,12 @@ def make_cache(at=None, **settings):
         ("It's 3, no: 4. Why?!", "it\u2019s 3 no 4, why"),
         ("What is the capital of France, please?", "Can you please tell me the capital of France?"),
         ("How do I get gum out of hair?", "How do I remove gum from hair?"),
+        ("Who wrote 'Hamlet'?", "Who is the author of Hamlet?"),
+        ("What is the difference between TCP and UDP?", "Differences between UDP and TCP"),
+        ("How do git fetch and git pull differ?", "How does git pull differ from git fetch?"),
+        ("Distance from Paris to Rome", "How far is Rome from Paris?"),
+        ("tell me a joke please", "Tell me a joke"),
+        ("How do you say cheese in French?", "Translate cheese to French"),
     ],
 )
 def test_same_question_in_other_words_hits(question, other):
@@ -128,6 +134,35 @@ def test_same_question_in_other_words_hits(question, other):
             "What is the difference between that and which?",
             "What is the difference between a and an?",
         ),
+        # the words themselves are the matter
+        ("How many letters are in doctor?", "How many letters are in physician?"),
+        ("What rhymes with car?", "What rhymes with automobile?"),
+        ("What is a synonym of large?", "What is a synonym of big?"),
+        ("Fix the grammar: She have a cats", "Fix the grammar: She have a cat"),
+        ("Translate my dog to French", "Translate the dog to French"),
+        ("How do you spell movies?", "How do you spell movie?"),
+        # synonyms that are told apart, or asked about
+        ("Difference between big and large?", "Difference between large and huge?"),
+        ("What is a flat?", "What is an apartment?"),
+        # a text that comes with the question
+        ("Is it a statement or a question: it is", "Is it a statement or a question: is it"),
+        ("Which mood has 'the film is easy'?", "Which mood has 'the movie is simple'?"),
+        (
+            "Summarize this.\nThe dogs of a child bark.",
+            "Summarize this.\nThe dog of the kids bark.",
+        ),
+        ("Write a poem about cats", "Write poems about cats"),
+        # each of what is compared has words of its own
+        (
+            "Difference between a public key and a private token?",
+            "Difference between a public token and a private key?",
+        ),
+        (
+            "How do Python lists and Java arrays differ?",
+            "How do Python arrays and Java lists differ?",
+        ),
+        ("How far is North Paris from South Rome?", "How far is North Rome from South Paris?"),
+        ("What is the difference of 9 and 4?", "What is the difference of 4 and 9?"),
     ],
 )
 def test_question_of_another_meaning_misses(question, other):
@@ -158,6 +193,15 @@ def test_words_of_a_long_question_are_compared_as_they_are():
     meanings = [question_meaning.read_meaning(text + form) for form in ("why", "how come")]
 
     assert meanings[0].key != meanings[1].key
+
+
+def test_articles_and_plurals_of_a_long_question_count():
+    """It brings a text with it, whose words may be the matter."""
+    texts = [f"Who is meant here? {'A word. ' * 80}{end}" for end in ("The cats.", "A cat.")]
+
+    keys = [key_of(chat(text)) for text in texts]
+
+    assert keys[0].digest != keys[1].digest
 
 
 def test_everything_else_is_compared_exactly():
@@ -451,6 +495,25 @@ def test_conversations_of_other_decisions_do_not_share_an_answer():
         "code_decision",
     )
     assert second.answer is None
+
+
+def test_other_wording_that_another_decision_takes_misses():
+    cached = "plugins: [{type: semantic-cache, configuration: {enabled: true}}]"
+    keywords = CONFIG.replace("[solve, equation]", "[repair, automobile]")
+    made = make_router(
+        keywords.replace("[python, ", "[car, ").replace(
+            "effort: high}]", f"effort: high}}]\n    {cached}"
+        )
+    )
+    first = made.route(chat("How do I repair a car?"), {})
+    made.cache.store(first.cache_key, COMPLETION)
+
+    second = made.route(chat("How do I repair an automobile?"), {})
+
+    decisions = [outcome.explanation.decision for outcome in (first, second)]
+    assert decisions == ["code_decision", "sums_decision"]
+    assert second.answer is None
+    assert second.cache_key.digest == first.cache_key.digest
 
 
 def test_changed_configuration_gives_no_answers_of_the_former():

@@ -1,5 +1,6 @@
 """Attacks on a model's instructions (jailbreaks and injections): a word model over windows, and rules."""  # decider
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -59,10 +60,13 @@ _NEEDED = {  # of which a text has one, or the rule cannot match: looking for th
     "reveal-prompt": ("prompt", "instruction"),
 }
 
-# A line without columns between two rows of a table. Possessive, so that no line is read twice.
+# A line without columns between two rows of a table, or inside of one: not between a table and the head of another.
+# Rows begin with `|`, as the lines of shells and grammars do not. Possessive, so that no line is read twice.
 _STRAY_LINE = re.compile(
-    r"^[^\n|]*+\|[^\n|]*+\|[^\n]*+\n([^\n|]{12,300})\n(?=[^\n]*\|)", re.MULTILINE
+    r"^[ \t]*+\|[^\n|]*+\|[^\n]*+\n([^\n|]{12,300})\n(?=[^\n]*\|)(?![^\n]*+\n[ \t]*+\|[ :]*+-)",
+    re.MULTILINE,
 )
+_ROW = re.compile(r"^[ \t]*+\|(?:[^\n|]*+\|){2,}+[ \t]*+$", re.MULTILINE)
 _REQUEST = re.compile(  # in lower case; a row of question marks is looked at once
     r"\b(?:your|the) (?:response|reply|answer|output)\b|(?:^|\w)[^\w?]*+\?\W*+$|"
     r"^\W*+(?:please|what|who|when|where|which|why|how|do|"
@@ -136,9 +140,10 @@ class AttackClassifier:
 
 
 def _has_stray_request(lowered: str) -> bool:
-    """Return whether a line between the rows of a table asks for something."""
-    lines = _STRAY_LINE.finditer(lowered) if "|" in lowered else ()
-    return any(_REQUEST.search(line[1]) for line in lines)
+    """Return whether a line inside of a table asks for something."""
+    if "|" not in lowered or not any(map(_REQUEST.search, _STRAY_LINE.findall(lowered))):
+        return False
+    return len([*itertools.islice(_ROW.finditer(lowered), 2)]) == 2
 
 
 def _find_rules(lowered: str) -> dict[str, re.Match[str]]:

@@ -41,12 +41,12 @@ _HEX_PAIR = re.compile(r"(?:0x)?([0-9A-Fa-f]{2})")
 _LEAST_CODES = 12  # characters in such a row
 # Possessive, and ended by any sign that is no letter: where a long row cannot match, no letter of it is a new start.
 _APART = re.compile(
-    r"[ .,;:*|/~+=_-][^\W\d_][ .,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])"
-    r"(?:[ .,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])){6,}+"
+    r"[\s.,;:*|/~+=_-][^\W\d_][\s.,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])"
+    r"(?:[\s.,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])){6,}+"
 )
 # Words that tell a cipher, and letters of which one stands in each English row of letters, and few anywhere else.
 _TELLING_TOKENS = ciphers.TELLING_WORDS | frozenset("eo")
-_GAP = re.compile(r"(?<=\S)[ .,;:*|/~+=_-](?=\S)")  # between two letters of one word
+_GAP = re.compile(r"(?<=\S)[\s.,;:*|/~+=_-](?=\S)")  # between two letters of one word
 _SIGN_BETWEEN = re.compile(r"[^\W\d_]([.,;:*|/~+=_-])(?=[^\W\d_])")
 # Runs of base64 or long names, and letters of scripts other than Latin with their marks and signs.
 _UNREADABLE = re.compile(
@@ -102,7 +102,9 @@ _OTHER_LETTERS = re.compile(
     "[\u0131\u0250-\u02af\u0370-\u052f\u1d00-\u1d7f\ua730-\ua7ff\U0001f130-\U0001f1ff]"
 )
 _WORD = re.compile("[^\\W\\d_]+")
-_ESCAPE = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
+_ESCAPE = re.compile(
+    r"\\(?:u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|u\{([0-9A-Fa-f]{1,5})\}|U000([0-9A-Fa-f]{5}))"
+)
 _LEAST_ESCAPES = 8
 _LATIN_WORD = re.compile(r"[A-Za-z]{2}")
 _LATIN_WORDS = re.compile(r"[A-Za-z0-9]+")
@@ -161,7 +163,7 @@ def _join_letters(text: str, match: re.Match[str]) -> str:
     start = match.start()  # at the sign behind the first letter, or before it
     if start and text[start - 1].isalpha() and not text[max(0, start - 2) : start - 1].isalnum():
         start -= 1
-    row = text[start : match.end()].lstrip(" .,;:*|/~+=_-")
+    row = text[start : match.end()].lstrip(" \n\t.,;:*|/~+=_-")
     signs = collections.Counter(_SIGN_BETWEEN.findall(row)).most_common(1)
     if signs and signs[0][1] * 3 >= len(row) // 2:  # of half the characters, which are letters
         return row.replace(signs[0][0], "")
@@ -177,7 +179,7 @@ def normalize(form: Literal["NFC", "NFKD"], text: str) -> str:
 
 def fold(text: str) -> str:
     """Return a text without invisible characters, marks and escapes, and with look-alikes as the letters they mimic."""
-    if "\\u00" in text or "\\x" in text:
+    if any(mark in text for mark in ("\\u00", "\\x", "\\u{", "\\U000")):
         escapes = _ESCAPE.findall(text)
         if len(escapes) >= _LEAST_ESCAPES:
             text = _ESCAPE.sub(_unescape, text)
@@ -213,7 +215,7 @@ def _drop_marks(match: re.Match[str]) -> str:
 
 
 def _unescape(match: re.Match[str]) -> str:
-    code = int(match[1] or match[2], 16)
+    code = int(next(filter(None, match.groups())), 16)
     return "" if 0xD800 <= code <= 0xDFFF else chr(code)  # half of a picture
 
 

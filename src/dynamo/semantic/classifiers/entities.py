@@ -28,6 +28,8 @@ _MAX_KNOWN_TOKENS = 30_000  # with their features
 # for chunks of several threads that begin when there is just room for one
 _SPARE_TOKENS = 2 * _CHUNK
 _ARTICLES = ("the", "a", "an")
+# Of 3.14159, or of a hash: no postcode.
+_PART_OF_NUMBER = re.compile(r"(?:(?<=[^\W_])|(?<=\d[.,]))\d+\Z")
 _MOST_GAP = 40  # characters between two tokens of one span
 _GAPS = {  # what may stand between two tokens of one span
     "PERSON": re.compile(
@@ -141,7 +143,8 @@ class EntityTagger:
             first = labels[run[0]][0]
             before = tokens[first - 1] if first else ""
             is_word = label == "PERSON" and len(run) == 1
-            if not is_word or not self._features.is_thing(tokens[first], before):
+            is_thing = is_word and self._features.is_thing(tokens[first], before)
+            if not is_thing and not _PART_OF_NUMBER.match(text, starts[first], end):
                 yield pii.PiiSpan(label, starts[first], end, confidence)
             run = [number]
 

@@ -86,8 +86,10 @@ def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
     has_number = _LONG_NUMBER.search(text) is not None
     lowered = text.lower()
     if "@" in text:
-        yield _search("EMAIL_ADDRESS", _EMAIL, text, lambda _: 1.0)
+        yield _search("EMAIL_ADDRESS", _EMAIL, text, _check_mail)
         yield _search("EMAIL_ADDRESS", _PAYMENT_ADDRESS, text, lambda _: 0.9)
+    if _SPELLED_AT.search(lowered):
+        yield _search("EMAIL_ADDRESS", _SPELLED_EMAIL, text, lambda _: 0.9)
     yield _search_ibans(text)
     if has_number:
         yield _search("CREDIT_CARD", _CARD, text, _check_card)
@@ -99,7 +101,8 @@ def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
     if has_number:
         yield _search("IP_ADDRESS", _IPV4, text, _check_ip)
         yield _search("PHONE_NUMBER", _PHONE, text, _check_phone)
-    if "birth" in lowered or "born" in lowered or "dob" in lowered:
+        yield _search("PHONE_NUMBER", _AREA_AND_NUMBER, text, _check_area)
+    if any(word in lowered for word in ("birth", "born", "dob", "d.o.b")):
         yield _search("DATE_TIME", _BIRTH, text, lambda _: 0.8, group=1)
     if _HOUSE_NUMBER.search(text):
         yield _search("STREET_ADDRESS", _STREET, text, lambda _: 0.75)
@@ -118,11 +121,20 @@ def _search(
 
 
 # What a text must have, or the patterns below cannot match: each is a fifth of the cost of one of them.
-_LONG_NUMBER = re.compile(r"[\d(+][\d .()+-]{6}")
+_LONG_NUMBER = re.compile(r"[\d(+][\d ._/()+-]{6}")
 _HOUSE_NUMBER = re.compile(r"\d[A-Za-z]? [A-Z]")
 _COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _EMAIL = re.compile(
-    r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[^\W_](?:[^\W_]|-){0,62}\.){1,8}[A-Za-z]{2,24}(?![\w-])"
+    r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[^\W_](?:[^\W_]|-){0,62}\.){1,8}"
+    r"(?:xn--[A-Za-z0-9-]{2,59}|[^\W\d_]{2,24})(?![\w-])"
+)
+_SPELLED_AT = re.compile(r"[(\[{<] ?at ?[)\]}>]")
+_SPELLED_EMAIL = (
+    re.compile(  # as on pages that are not to be searched for addresses: bob [at] example [dot] com
+        r"(?<![\w.+-])[\w.+-]{1,64} ?[(\[{<] ?at ?[)\]}>] ?"
+        r"(?:[^\W_](?:[^\W_]|-){0,62}(?:\.| ?[(\[{<] ?dot ?[)\]}>] ?)){1,8}[A-Za-z]{2,24}(?![\w-])",
+        re.IGNORECASE,
+    )
 )
 _PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the address has no top-level domain
     r"(?<![\w.+-])[\w.-]{2,64}@(?:ok(?:sbi|axis|icici|hdfcbank)|ybl|ibl|axl|apl|upi|paytm|sbi|icici|hdfcbank|"
@@ -132,7 +144,8 @@ _PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the addr
 _IBAN_START = re.compile(r"\d\d(?<=[A-Za-z]{2}..)(?<![A-Za-z0-9][A-Za-z]{2}..)(?=[ -]?[A-Za-z0-9])")
 _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
 _CARD_BEFORE_DIGITS = re.compile(  # its date or code may stand behind it, which the pattern above takes for its digits
-    r"(?<![\w.-])(?:[2-6]\d{3}(?:([ .-])\d{4}(?:\1\d{4}){2}|[ .-]\d{6}[ .-]\d{4,5})|[2-6]\d{12,18})(?![\w-]|\.\d)"
+    r"(?<![\w.-])(?:[2-6]\d{3}(?:( ?[._/-] ?|  ?)\d{4}(?:\1\d{4}){2}|[ .-]\d{6}[ .-]\d{4,5})|"
+    r"[2-6]\d{12,18})(?![\w-]|\.\d)"
 )
 # First digits with the lengths that their issuers give out.
 _CARD_NUMBER = re.compile(
@@ -148,22 +161,31 @@ _NEAR_SSN = re.compile(
     re.IGNORECASE,
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
+_VERSION_WORD = re.compile(  # just before one, or before another one
+    r"\b(?:v|versions?|release|build|firmware|kernel|upgrad\w+(?: from| to)?|(?:sub)?section|clause|chapter|paragraph)"
+    r"(?: (?:number|no|is|was|to|from))?[^\w\n]{0,3}(?:v?\d+(?:\.\d+){1,3} (?:and|or|to) )?$",
+    re.IGNORECASE,
+)
 _IPV6 = re.compile(r"(?<![\w:.])(?=[\w.]*:[\w.]*:)[0-9A-Fa-f:]{2,39}(?![\w:])")
 # Possessive, because digits without separators are parted in thousands of ways where none of them matches.
 _PHONE = re.compile(
-    r"(?<![\w.$€£#/:=-])(?:\+|00)?\(?\d{1,4}+\)?(?:[ .-]?\(?\d{1,5}+\)?){1,5}(?:,? ?(?:x|"
+    r"(?<![\w.$€£#/-])(?<![^A-Za-z][:=])(?:\+|00)?\(?\d{1,4}+\)?(?:[ .-]?\(?\d{1,5}+\)?){1,5}(?:,? ?(?:x|"
     r"ext\.?) ?\d{1,6})?(?![\w%]|[.,/:-]\d)",
     re.IGNORECASE,
 )
+# Without another country's code: 07700 900123, 030/901820.
+_AREA_AND_NUMBER = re.compile(r"(?<![\w.$€£#/:=+-])0[1-9]\d{1,4}[ /-]\d{5,8}(?![\w%]|[.,/:-]\d)")
 _PHONE_WORD = re.compile(
-    r"\b(?:phone|call|tel|telephone|mobile|cell|fax|number|whatsapp|text|dial|contact|answering|reach|messages?|sms|"
+    r"\b(?:(?:phone|call|tel|telephone|mobile|cell|fax|whatsapp|dial|sms)(?:_?(?:number|no))?|"
+    r"(?:my|your|his|her|our|their|'s|registered|contact)\b[^\n]{0,20}\bnumber|number(?: is|:|=)|"
+    r"(?:text|contact|answering|reach|messages?|registered)\b[^\n]{0,20}\b(?:me|him|her|us|them|at|on|to|my|our|your)|"
     r"registered)\b[^\n]{0,40}$",
     re.IGNORECASE,
 )
 _OTHER_NUMBER = re.compile(  # names of numbers that are no telephone's, just before one
     r"\b(?:aadh?ar|aadhaar|routing|tax|account|id|identification|order|invoice|policy|case|ticket|reference|serial|"
     r"passport|licen[cs]e|part|tracking|customer|member(?:ship)?|flight|model|room)\b"
-    r"(?: (?:id|number|no\.?|#))*[^\w\n]{0,4}(?:is )?[^\w\n]{0,2}$",
+    r"((?: (?:id|number|no\.?|#))*)[^\w\n]{0,4}(?:is )?[^\w\n]{0,2}$",
     re.IGNORECASE,
 )
 _LICENCE = re.compile(
@@ -172,9 +194,9 @@ _LICENCE = re.compile(
     re.IGNORECASE,
 )
 _BIRTH = re.compile(
-    r"\b(?:born(?: on)?|date of birth|dob|birthday|birth date)\b[^\w\n]{0,3}(?:is|:|=|on)?[^\w\n]{0,3}"
+    r"\b(?:born(?: on)?|date of birth|dob|d\.o\.b\.?|birthday|birth date)(?!\w)[^\w\n]{0,3}(?:is|:|=|on)?[^\w\n]{0,3}"
     r"(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}|\d{1,2}(?:st|nd|rd|th)? [A-Z][a-z]{2,8},? \d{4}|"
-    r"[A-Z][a-z]{2,8} \d{1,2},? \d{4})",
+    r"[A-Z][a-z]{2,8} \d{1,2}(?:st|nd|rd|th)?,? \d{4})",
     re.IGNORECASE,
 )
 _STREET = re.compile(
@@ -189,9 +211,11 @@ _NAME = re.compile(
     rf"(?<=[Nn])ame(?:d| on the \w{{1,12}})?:|(?<=[Ii]) am called|(?<=[Cc])all me|(?<=[Dd])(?:r\.|ear)|"
     rf"(?<=[Rr])egards,?\s|(?<=[Ss])incerely,?\s)\s{{1,3}}({_NAME_WORD}(?: (?:[A-Z]\. )?{_NAME_WORD}){{0,2}})"
 )
-_NOT_NAMES = frozenset(
-    ("Sir Madam All Team Customer Friend Hiring Editor Santa Diary God Lord President").split()  # noqa: SIM905
-)
+_GREETED = """
+Sir Sirs Madam All Team Customer Customers Friend Friends Hiring Editor Santa Diary God Lord President Reader Readers
+Colleague Colleagues Member Members User Users Parents Students Guest Guests Applicant Support The Who
+"""
+_NOT_NAMES = frozenset(_GREETED.split())
 _IBAN_LENGTH_TABLE = """
 AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18
 DO28 EE20 EG29 ES24 FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23
@@ -209,8 +233,8 @@ def _search_ibans(text: str) -> Iterator[PiiSpan]:
         length = _IBAN_LENGTHS.get(text[start : start + 2].upper())
         if length is None:
             continue
-        rest = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
-        tail = re.compile(rest).match(text, match.end())
+        digits = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
+        tail = re.compile(digits).match(text, match.end())
         if tail is None:
             continue
         code = re.sub(r"[ -]", "", text[start : tail.end()]).upper()
@@ -219,11 +243,18 @@ def _search_ibans(text: str) -> Iterator[PiiSpan]:
             yield PiiSpan("IBAN_CODE", start, tail.end(), 1.0)
 
 
+def _check_mail(match: re.Match[str]) -> float:
+    """Return the confidence of an address; `git@` is the account of all at a server of code."""
+    return 0.0 if match[0].startswith("git@") else 1.0
+
+
 def _check_card(match: re.Match[str]) -> float:
     """Return 1 for digits that a card may have if their sum by Luhn's rule ends in 0, as that of an IMEI does, too."""
     number = re.sub(r"\D", "", match[0])
     if not _CARD_NUMBER.fullmatch(number) or len(set(number)) == 1:
         return 0.0
+    if len(number) < 13 and re.search(r"\d{4}[ -]\Z", match.string[: match.start()][-5:]):
+        return 0.0  # the end of a longer number
     digits = [*map(int, number)]
     doubled = sum(sum(divmod(2 * digit, 10)) for digit in digits[-2::-2])
     return 1.0 if (doubled + sum(digits[-1::-2])) % 10 == 0 else 0.0
@@ -240,8 +271,12 @@ def _check_ssn(match: re.Match[str]) -> float:
 def _check_ip(match: re.Match[str]) -> float:
     """Return the confidence of an address that parses; unspecified and loopback ones tell nothing of a person.
 
-    One without a digit is a name of a program's: `A::B`, `::add`.
+    One without a digit is a name of a program's: `A::B`, `::add`. Versions and sections have four numbers, too.
     """
+    if match[0].startswith("255.") or _VERSION_WORD.search(
+        match.string[max(0, match.start() - 60) : match.start()]
+    ):
+        return 0.0
     try:
         address = ipaddress.ip_address(match[0])
     except ValueError:
@@ -252,8 +287,7 @@ def _check_ip(match: re.Match[str]) -> float:
 
 
 def _check_phone(match: re.Match[str]) -> float:
-    """Return the confidence of a run of digits by its groups: numbers of other kinds lack a prefix or "
-    "separators."""
+    """Return the confidence of a run of digits by its groups: others lack a prefix, separators, or a word before."""
     written = match[0]
     number = re.split(r",? ?(?:x|ext)", written, flags=re.IGNORECASE)[0]
     groups = re.findall(r"\d+", number)
@@ -261,17 +295,29 @@ def _check_phone(match: re.Match[str]) -> float:
     num_digits = sum(map(len, groups))
     if not 7 <= num_digits <= 15:
         return 0.0
-    if re.match(r"\(?(?:\+|00[1-9])", number) and num_digits >= 8:
+    if re.match(r"\(?\+", number) and num_digits >= 8:
+        return 0.95
+    if re.match(r"\(?00[1-9]", number) and num_digits >= 10:
         return 0.95
     sizes = [len(group) for group in groups]
-    if number.startswith("(") and num_digits >= 9:
+    named_kind = _OTHER_NUMBER.search(before)
+    if re.search(r"\w\($|\d $", before) or (named_kind and named_kind[1]):
+        return 0.0  # an argument of a function, the end of a list, a number with a name
+    has_area = re.match(r"(?:\d{1,3} ?)?\((?:0|\d\d)", number) is not None
+    if has_area and (num_digits >= 10 or (num_digits == 9 and groups[0][0] == "0")):
         return 0.9
     if sizes[-3:] == [3, 3, 4] or sizes == [3, 4, 4]:
         return 0.9
-    if _PHONE_WORD.search(before) and not _OTHER_NUMBER.search(before):
+    if _PHONE_WORD.search(before) and not named_kind:
         return 0.85
     is_grouped = 3 <= len(groups) <= 5 and all(2 <= size <= 4 for size in sizes)
     return 0.75 if is_grouped and re.match(r"0[1-9]", groups[0]) and num_digits >= 9 else 0.0
+
+
+def _check_area(match: re.Match[str]) -> float:
+    before = match.string[max(0, match.start() - 60) : match.start()]
+    num_digits = len(match[0]) - 1
+    return 0.75 if 9 <= num_digits <= 12 and not _OTHER_NUMBER.search(before) else 0.0
 
 
 def _check_name(match: re.Match[str]) -> float:
