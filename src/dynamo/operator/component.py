@@ -44,8 +44,13 @@ def decide(
     resource: Object, observed: Observed, settings: OperatorConfig, token: str
 ) -> Reconciliation:
     """Decide what a component needs, and what its status is. `token` is for one that stands alone and has none yet."""
+    token_name = find_token_name(resource)
+    renewed_at = ""
+    if token_name:
+        renewed_at = identity.find_renewal(resource, observed, identity.find_namespace(resource))
+    spec = identity.mark_renewal(resource["spec"], renewed_at)
     try:
-        component = read_component(resource, settings)
+        component = read_component({**resource, "spec": spec}, settings)
         uses_grove = can_use_grove(component, resource, observed)
         desired = make_objects(component, resource, uses_grove=uses_grove)
     except errors.ConfigError as error:
@@ -66,7 +71,7 @@ def decide(
     waits_for = find_cause(component, observed, workload)
     notes = [entry.message for entry in find_missing(component, observed)]
     adoptions: list[Object | None] = []
-    if token_name := find_token_name(resource):
+    if token_name:
         applied[:0] = identity.make_accounts(
             resource,
             observed,
@@ -75,7 +80,8 @@ def decide(
             has_planner=component.spec.role == "planner",
         )
         secret = observed.find("Secret", token_name)
-        created.append(identity.make_token_secret(resource, component.dynamo_namespace, token))
+        namespace = component.dynamo_namespace
+        created.append(identity.make_token_secret(resource, namespace, token, renewed_at))
         adoptions = [identity.adopt_secret(resource, secret)] if secret else []
     return Reconciliation(
         status=_status(resource, observed, workload, waits_for, notes),
@@ -384,9 +390,7 @@ def _make_virtual_service(
     spec = {
         "hosts": [pod_template.ingress_host(component)],
         "gateways": [gateway],
-        "http": [
-            {"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]},
-        ],
+        "http": [{"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]}],
     }
     desired = _make(component, owner, "networking.istio.io/v1beta1", "VirtualService", spec=spec)
     return _decorate(desired, ingress)
@@ -415,7 +419,7 @@ def find_cause(
     cause = causes.first_cause(
         observed.pods_of(component.name, is_each=True),
         template_hash=template_hash,
-        missing=[*find_refusals(existing), *find_missing(component, observed)],
+        missing=[*causes.find_refusals(existing), *find_missing(component, observed)],
         num_wanted=num_wanted,
         starts=observed.starts,
     )
@@ -433,14 +437,6 @@ def _template_labels(workload: Object) -> dict[str, str]:
         return dict(spec["template"]["cliques"][0]["labels"])
     template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
     return dict(template["metadata"]["labels"])
-
-
-def find_refusals(workload: Object | None) -> list[causes.Cause]:
-    """Return the cause for which the cluster makes no pods of a Deployment, such as a quota or a pod security level."""
-    refusal = objects.find_condition(workload, "ReplicaFailure")
-    if refusal.get("status") != "True":
-        return []
-    return [causes.Cause("PodsRefused", f"the cluster refuses pods: {refusal.get('message', '')}")]
 
 
 def find_missing(component: ServiceComponent, observed: Observed) -> list[causes.Cause]:

@@ -28,6 +28,7 @@ HASH_LABEL = f"{_PREFIX}dynamo-worker-hash"
 REQUEST_LABEL = f"{_PREFIX}dgdr-name"
 TEMPLATE_LABEL = f"{_PREFIX}dynamo-template-hash"
 SPEC_ANNOTATION = f"{_PREFIX}dynamo-spec-hash"
+TOKEN_ANNOTATION = f"{_PREFIX}cluster-token-renewed-at"
 _LIST_KEYS = {
     "env": "name",
     "volumeMounts": "mountPath",

@@ -292,6 +292,41 @@ def test_components_of_a_graph_leave_the_token_to_it():
     assert component.find_token_name(cluster.get(DCD, "g-decode")) is None
 
 
+def templates(cluster):
+    return {
+        item["metadata"]["name"]: item["spec"]["template"] for item in cluster.of_kind("Deployment")
+    }
+
+
+@pytest.mark.parametrize("stands_alone", [False, True])
+def test_pods_with_a_lost_token_are_replaced_once(stands_alone):
+    resource = make_graph()
+    if stands_alone:
+        resource = {**resource, "kind": DCD, "spec": frontend()}
+    cluster = settled(resource)
+    former = templates(cluster)
+    cluster.delete("Secret", "dynamo-g-cluster-token")
+    cluster.settle()
+    replaced = templates(cluster)
+
+    assert former.keys() == replaced.keys()
+    assert all(former[name] != replaced[name] for name in former)
+    cluster.settle()
+    assert templates(cluster) == replaced
+
+
+def test_pods_keep_running_when_their_namespace_and_with_it_their_token_changes():
+    cluster = settled(make_graph())
+    former = templates(cluster)["g-decode"]
+    other = {"dynamoNamespace": "other"}
+    services = {"Frontend": frontend(**other), "Decode": worker(**other)}
+    cluster.put(make_graph(services=services))
+    cluster.reconcile("DynamoGraphDeployment", "g")
+    cluster.reconcile(DCD, "g-decode")
+
+    assert templates(cluster)["g-decode"] == former
+
+
 @pytest.mark.parametrize("shares", [("0", "0%"), ("0", "0")])
 def test_update_that_could_replace_no_pod_is_refused(shares):
     graph = make_graph()

@@ -583,6 +583,12 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
+async def test_worker_that_a_frontend_cannot_reach_is_not_admitted():
+    rows = [{"endpoint": "generate", "namespace": "a", "state": each} for each in ("down", "ready")]
+    async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
+        assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
+
+
 async def test_frontend_tells_workers_of_embeddings_too():
     rows = [{"endpoint": "embed", "namespace": "a"}]
     async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
