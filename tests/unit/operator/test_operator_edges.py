@@ -304,27 +304,27 @@ def test_pods_with_a_lost_token_are_replaced_once(stands_alone):
     if stands_alone:
         resource = {**resource, "kind": DCD, "spec": frontend()}
     cluster = settled(resource)
-    former = templates(cluster)
+    before = templates(cluster)
     cluster.delete("Secret", "dynamo-g-cluster-token")
     cluster.settle()
-    replaced = templates(cluster)
+    after = templates(cluster)
 
-    assert former.keys() == replaced.keys()
-    assert all(former[name] != replaced[name] for name in former)
+    assert before.keys() == after.keys()
+    assert all(before[name] != after[name] for name in before)
     cluster.settle()
-    assert templates(cluster) == replaced
+    assert templates(cluster) == after
 
 
 def test_pods_keep_running_when_their_namespace_and_with_it_their_token_changes():
     cluster = settled(make_graph())
-    former = templates(cluster)["g-decode"]
+    template = templates(cluster)["g-decode"]
     other = {"dynamoNamespace": "other"}
     services = {"Frontend": frontend(**other), "Decode": worker(**other)}
     cluster.put(make_graph(services=services))
     cluster.reconcile("DynamoGraphDeployment", "g")
     cluster.reconcile(DCD, "g-decode")
 
-    assert templates(cluster)["g-decode"] == former
+    assert templates(cluster)["g-decode"] == template
 
 
 @pytest.mark.parametrize("shares", [("0", "0%"), ("0", "0")])
