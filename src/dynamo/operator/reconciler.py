@@ -125,7 +125,8 @@ class Reconciler:
         endpoints = models.find_endpoints(spec.base_model_name, observed)
         failures = dict.fromkeys(endpoints, "the worker is not ready yet")
         asked = [endpoint for endpoint in endpoints if endpoint.is_ready or is_leaving]
-        if models.needs_adapter(spec) and spec.source is not None:
+        is_kept = is_leaving and models.is_shared(root, observed)
+        if models.needs_adapter(spec) and spec.source is not None and not is_kept:
             if not is_leaving and models.FINALIZER not in finalizers:
                 await self._set_finalizers(root, [*finalizers, models.FINALIZER])
             uri = None if is_leaving else spec.source.uri

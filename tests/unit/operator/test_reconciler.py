@@ -52,6 +52,38 @@ async def test_secret_that_has_changed_is_read_again_and_no_failure_is_said(clus
     assert owner["name"] == "g"
 
 
+async def test_adapter_stays_while_another_object_names_it(cluster, monkeypatch):
+    cache, calls, kind = ObjectCache(), [], "DynamoModel"
+    look = looking(cluster, cache)
+    base = {"modelName": "poet", "baseModelName": "base", "modelType": "lora"}
+    for name, uri in (("a", "file:///1"), ("b", "file:///1"), ("c", "file:///2")):
+        head = {"apiVersion": API, "kind": kind, "metadata": {"name": name}}
+        cache.put(await cluster.create({**head, "spec": {**base, "source": {"uri": uri}}}))
+    services = {"Decode": worker(modelRef={"name": "base"})}
+    cache.put(await cluster.create(make_graph(services=services)))
+    await look.reconcile(("DynamoGraphDeployment", "default", "g"))
+    component = await cluster.get(API, DCD, "g-decode")
+    pod = ready_pod(component)
+    pod["metadata"]["labels"][objects.TYPE_LABEL] = "worker"
+    pod["status"]["podIP"] = "10.0.0.1"
+    cache.put({**pod, "spec": {"containers": []}})
+
+    async def change_adapter(address, port, name, uri):
+        calls.append(uri)
+        return ""
+
+    monkeypatch.setattr(pod_calls, "change_adapter", change_adapter)
+    for name, expected in (("a", []), ("b", [None])):
+        await look.reconcile((kind, "default", name))
+        await cluster.delete(API, kind, name)
+        cache.put(await cluster.get(API, kind, name))
+        calls.clear()
+        await look.reconcile((kind, "default", name))
+
+        assert calls == expected
+        assert await cluster.get(API, kind, name) is None
+
+
 async def message_of(cluster, kind, name):
     conditions = ((await cluster.get(API, kind, name)).get("status") or {}).get("conditions")
     return conditions[0]["message"] if conditions else ""
