@@ -52,10 +52,11 @@ def decide(
     try:
         component = read_component({**resource, "spec": spec}, settings)
         uses_grove = can_use_grove(component, resource, observed)
-        desired = make_objects(component, resource, uses_grove=uses_grove)
+        needed = make_objects(component, resource, uses_grove=uses_grove)
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
         return Reconciliation(status=_status(resource, observed, None, cause, ()))
+    desired = [item for item in needed if not must_be_made_anew(item, observed)]
     created = [item for item in desired if item["kind"] == "PersistentVolumeClaim"]
     applied = [
         keep_replicas(item, observed) for item in desired if item["kind"] != "PersistentVolumeClaim"
@@ -97,6 +98,16 @@ def decide(
 
 
 _WORKLOADS = ("Deployment", "LeaderWorkerSet", "PodCliqueSet")
+
+
+def must_be_made_anew(item: Object, observed: Observed) -> bool:
+    """Return True for a Service that changes between headless and not, which the cluster refuses: it goes first."""
+    existing = observed.find(item["kind"], item["metadata"]["name"])
+    if item["kind"] != "Service" or existing is None:
+        return False
+    address = existing["spec"].get("clusterIP")
+    is_headless, shall_be = (each == "None" for each in (address, item["spec"].get("clusterIP")))
+    return bool(address) and is_headless != shall_be
 
 
 def keep_replicas(item: Object, observed: Observed) -> Object:
@@ -414,7 +425,7 @@ def find_cause(
     is_current = existing is not None and (
         _template_labels(existing).get(objects.TEMPLATE_LABEL) == template_hash
     )
-    if existing is not None and is_current and is_available(existing, num_wanted):
+    if existing is not None and is_current and objects.is_available(existing, num_wanted):
         return None
     cause = causes.first_cause(
         observed.pods_of(component.name, is_each=True),
@@ -452,19 +463,6 @@ def find_missing(component: ServiceComponent, observed: Observed) -> list[causes
         text = f"the Secret {secret} does not exist; only models that need its values cannot start"
         missing.append(causes.Cause("SecretMissing", text))
     return missing
-
-
-def is_available(workload: Object, num_wanted: int) -> bool:
-    """Return True if a workload has all its pods, in the present form of its template."""
-    status = workload.get("status") or {}
-    generation = workload["metadata"].get("generation", 0)
-    # the controllers of earlier LeaderWorkerSets do not say which one they have seen
-    unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
-    num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
-    return bool(
-        status.get("observedGeneration", unsaid) >= generation
-        and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
-    )
 
 
 def _status(

@@ -298,6 +298,19 @@ def is_ready(pod: Object) -> bool:
     return find_condition(pod, "Ready").get("status") == "True"
 
 
+def is_available(workload: Object, num_wanted: int) -> bool:
+    """Return True if a workload has all its pods, in the present form of its template."""
+    status = workload.get("status") or {}
+    generation = workload["metadata"].get("generation", 0)
+    # the controllers of earlier LeaderWorkerSets do not say which one they have seen
+    unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
+    num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    return bool(
+        status.get("observedGeneration", unsaid) >= generation
+        and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
+    )
+
+
 def make_condition(
     kind: str, is_true: bool, reason: str, message: str, owner: Object, now: str
 ) -> Object:
