@@ -305,9 +305,12 @@ def is_available(workload: Object, num_wanted: int) -> bool:
     # the controllers of earlier LeaderWorkerSets do not say which one they have seen
     unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
     num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    num_updated = status.get("updatedReplicas", 0)
     return bool(
         status.get("observedGeneration", unsaid) >= generation
-        and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
+        and min(num_updated, num_available) >= num_wanted
+        and status.get("replicas", 0)
+        <= num_updated  # else those of the former form may be what is available
     )
 
 

@@ -53,6 +53,19 @@ def test_pods_of_the_former_form_do_not_make_a_changed_service_ready(changed):
     assert cluster.ready()["status"] == "True"
 
 
+def test_pod_that_does_not_start_beside_one_of_the_former_form_is_not_ready():
+    cluster = settled(make_graph(services={"Frontend": frontend()}))
+    cluster.put(make_graph(services={"Frontend": with_image("broken")}))
+    for kind, name in ((DGD, "g"), (DCD, "g-frontend")):
+        cluster.reconcile(kind, name)
+    cluster.run_controllers(becomes_ready=lambda pod: False)
+    for kind, name in ((DCD, "g-frontend"), (DGD, "g")):
+        cluster.reconcile(kind, name)
+
+    assert available(cluster, "g-frontend")["status"] == "False"
+    assert cluster.ready()["status"] == "False"
+
+
 def test_pods_that_the_cluster_refuses_are_the_cause():
     cluster = DictCluster()
     cluster.put(make_graph(services={"Decode": worker()}))
