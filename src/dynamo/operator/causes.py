@@ -96,6 +96,14 @@ def first_cause(
     return select_first(causes, waiting)
 
 
+def find_refusals(workload: Object | None) -> list[Cause]:
+    """Return the cause for which the cluster makes no pods of a Deployment, such as a quota or a pod security level."""
+    refusal = objects.find_condition(workload, "ReplicaFailure")
+    if refusal.get("status") != "True":
+        return []
+    return [Cause("PodsRefused", f"the cluster refuses pods: {refusal.get('message', '')}")]
+
+
 def pod_cause(pod: Object) -> Cause | None:
     """Return why a pod is not ready, or None if it is."""
     if objects.is_ready(pod):

@@ -44,13 +44,19 @@ def decide(
     resource: Object, observed: Observed, settings: OperatorConfig, token: str
 ) -> Reconciliation:
     """Decide what a component needs, and what its status is. `token` is for one that stands alone and has none yet."""
+    token_name = find_token_name(resource)
+    renewed_at = ""
+    if token_name:
+        renewed_at = identity.find_renewal(resource, observed, identity.find_namespace(resource))
+    spec = identity.mark_renewal(resource["spec"], renewed_at)
     try:
-        component = read_component(resource, settings)
+        component = read_component({**resource, "spec": spec}, settings)
         uses_grove = can_use_grove(component, resource, observed)
-        desired = make_objects(component, resource, uses_grove=uses_grove)
+        needed = make_objects(component, resource, uses_grove=uses_grove)
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
         return Reconciliation(status=_status(resource, observed, None, cause, ()))
+    desired = [item for item in needed if not must_be_made_anew(item, observed)]
     created = [item for item in desired if item["kind"] == "PersistentVolumeClaim"]
     applied = [
         keep_replicas(item, observed) for item in desired if item["kind"] != "PersistentVolumeClaim"
@@ -66,7 +72,7 @@ def decide(
     waits_for = find_cause(component, observed, workload)
     notes = [entry.message for entry in find_missing(component, observed)]
     adoptions: list[Object | None] = []
-    if token_name := find_token_name(resource):
+    if token_name:
         applied[:0] = identity.make_accounts(
             resource,
             observed,
@@ -75,7 +81,8 @@ def decide(
             has_planner=component.spec.role == "planner",
         )
         secret = observed.find("Secret", token_name)
-        created.append(identity.make_token_secret(resource, component.dynamo_namespace, token))
+        namespace = component.dynamo_namespace
+        created.append(identity.make_token_secret(resource, namespace, token, renewed_at))
         adoptions = [identity.adopt_secret(resource, secret)] if secret else []
     return Reconciliation(
         status=_status(resource, observed, workload, waits_for, notes),
@@ -91,6 +98,16 @@ def decide(
 
 
 _WORKLOADS = ("Deployment", "LeaderWorkerSet", "PodCliqueSet")
+
+
+def must_be_made_anew(item: Object, observed: Observed) -> bool:
+    """Return True for a Service that changes between headless and not, which the cluster refuses: it goes first."""
+    existing = observed.find(item["kind"], item["metadata"]["name"])
+    if item["kind"] != "Service" or existing is None:
+        return False
+    address = existing["spec"].get("clusterIP")
+    is_headless, shall_be = (each == "None" for each in (address, item["spec"].get("clusterIP")))
+    return bool(address) and is_headless != shall_be
 
 
 def keep_replicas(item: Object, observed: Observed) -> Object:
@@ -384,9 +401,7 @@ def _make_virtual_service(
     spec = {
         "hosts": [pod_template.ingress_host(component)],
         "gateways": [gateway],
-        "http": [
-            {"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]},
-        ],
+        "http": [{"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]}],
     }
     desired = _make(component, owner, "networking.istio.io/v1beta1", "VirtualService", spec=spec)
     return _decorate(desired, ingress)
@@ -410,12 +425,12 @@ def find_cause(
     is_current = existing is not None and (
         _template_labels(existing).get(objects.TEMPLATE_LABEL) == template_hash
     )
-    if existing is not None and is_current and is_available(existing, num_wanted):
+    if existing is not None and is_current and objects.is_available(existing, num_wanted):
         return None
     cause = causes.first_cause(
         observed.pods_of(component.name, is_each=True),
         template_hash=template_hash,
-        missing=[*find_refusals(existing), *find_missing(component, observed)],
+        missing=[*causes.find_refusals(existing), *find_missing(component, observed)],
         num_wanted=num_wanted,
         starts=observed.starts,
     )
@@ -435,14 +450,6 @@ def _template_labels(workload: Object) -> dict[str, str]:
     return dict(template["metadata"]["labels"])
 
 
-def find_refusals(workload: Object | None) -> list[causes.Cause]:
-    """Return the cause for which the cluster makes no pods of a Deployment, such as a quota or a pod security level."""
-    refusal = objects.find_condition(workload, "ReplicaFailure")
-    if refusal.get("status") != "True":
-        return []
-    return [causes.Cause("PodsRefused", f"the cluster refuses pods: {refusal.get('message', '')}")]
-
-
 def find_missing(component: ServiceComponent, observed: Observed) -> list[causes.Cause]:
     """Return the causes that lie in objects which the pods name and which do not exist."""
     claims = {mount.name for mount in component.spec.volume_mounts or ()}
@@ -456,19 +463,6 @@ def find_missing(component: ServiceComponent, observed: Observed) -> list[causes
         text = f"the Secret {secret} does not exist; only models that need its values cannot start"
         missing.append(causes.Cause("SecretMissing", text))
     return missing
-
-
-def is_available(workload: Object, num_wanted: int) -> bool:
-    """Return True if a workload has all its pods, in the present form of its template."""
-    status = workload.get("status") or {}
-    generation = workload["metadata"].get("generation", 0)
-    # the controllers of earlier LeaderWorkerSets do not say which one they have seen
-    unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
-    num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
-    return bool(
-        status.get("observedGeneration", unsaid) >= generation
-        and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
-    )
 
 
 def _status(

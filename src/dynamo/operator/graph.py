@@ -5,6 +5,7 @@ have the digits of their hash behind that name and behind their dynamo namespace
 the user wrote, so neither a new operator nor a new default starts an update.
 """  # decider
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Graph:
     spec: api_types.GraphSpec
     settings: OperatorConfig
     replicas: dict[str, int]
+    token_renewed_at: str = ""
 
     @property
     def name(self) -> str:
@@ -121,7 +123,8 @@ def decide(
         discovers=graph.discovery == "kubernetes",
         has_planner=any(service.role == "planner" for service in graph.services.values()),
     )
-    secret = identity.make_token_secret(resource, graph.dynamo_namespace, token)
+    renewed_at = graph.token_renewed_at
+    secret = identity.make_token_secret(resource, graph.dynamo_namespace, token, renewed_at)
     found_secret = observed.find("Secret", secret["metadata"]["name"])
     adoption = identity.adopt_secret(resource, found_secret) if found_secret else None
     adapters = [
@@ -181,7 +184,8 @@ def read_graph(resource: Object, observed: Observed, settings: OperatorConfig) -
     if not graph.services:
         raise errors.ConfigError("spec.services: expected at least one service")
     graph.check_names()
-    return graph
+    renewed_at = identity.find_renewal(resource, observed, graph.dynamo_namespace)
+    return dataclasses.replace(graph, token_renewed_at=renewed_at)
 
 
 _ADAPTER = "DynamoGraphDeploymentScalingAdapter"
@@ -361,6 +365,7 @@ def repeat_component(graph: Graph, existing: Object, replicas: int, num_wanted: 
 def _render_component(
     graph: Graph, name: str, service: str, digits: str, spec: Object, autoscaled: int | None
 ) -> Object:
+    spec = identity.mark_renewal(spec, graph.token_renewed_at)
     labels = {
         objects.GRAPH_LABEL: graph.name,
         objects.COMPONENT_LABEL: service,

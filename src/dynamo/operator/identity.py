@@ -1,7 +1,8 @@
 """What the pods of a graph are allowed to do and know: accounts, roles, and the cluster token of a dynamo namespace.
 
 The planner's account and the token belong to several graphs of a namespace, so each graph that uses them is one of
-their owners, and the last one takes them with it. A token is made once and never changed: running pods have it.
+their owners, and the last one takes them with it. A token is made once and never changed: running pods have it. If its
+Secret is lost, the next one says since when there is another token, and the pods with the former one are replaced.
 """  # decider
 
 import base64
@@ -103,13 +104,38 @@ def shared_owners(owner: Object, existing: Object | None) -> list[Object]:
     return [*(entry for entry in present if entry["uid"] != own["uid"]), own]
 
 
-def make_token_secret(owner: Object, dynamo_namespace: str, token: str) -> Object:
+def find_renewal(owner: Object, observed: Observed, dynamo_namespace: str) -> str:
+    """Return since when pods of a dynamo namespace need another token, as theirs was lost; empty if it was not."""
+    secret = observed.find("Secret", pod_template.token_secret_name(dynamo_namespace))
+    if secret is not None:
+        return objects.annotations_of(secret).get(objects.TOKEN_ANNOTATION, "")
+    kinds = ("DynamoComponentDeployment", "Deployment", "LeaderWorkerSet", "PodCliqueSet")
+    users = [objects.labels_of(item) for kind in kinds for item in observed.owned_by(owner, kind)]
+    namespaces = {
+        labels.get(objects.NAMESPACE_LABEL, "").removesuffix(f"-{labels.get(objects.HASH_LABEL)}")
+        for labels in users
+    }
+    return observed.now if dynamo_namespace in namespaces else ""
+
+
+def mark_renewal(spec: Object, renewed_at: str) -> Object:
+    """Return the spec of a component with an annotation by which its pods are replaced if their token was renewed."""
+    if not renewed_at:
+        return spec
+    annotations = {**(spec.get("annotations") or {}), objects.TOKEN_ANNOTATION: renewed_at}
+    return {**spec, "annotations": annotations}
+
+
+def make_token_secret(
+    owner: Object, dynamo_namespace: str, token: str, renewed_at: str = ""
+) -> Object:
     """Return the Secret with the cluster token of a dynamo namespace."""
     secret = objects.make_object(
         "v1",
         "Secret",
         pod_template.token_secret_name(dynamo_namespace),
         owner,
+        annotations={objects.TOKEN_ANNOTATION: renewed_at} if renewed_at else {},
         type="Opaque",
         data={pod_template.TOKEN_KEY: base64.b64encode(token.encode()).decode()},
     )

@@ -32,6 +32,17 @@ def needs_adapter(spec: api_types.ModelSpec) -> bool:
     return spec.source is not None and spec.model_type != "base"
 
 
+def is_shared(resource: Object, observed: Observed) -> bool:
+    """Return True if an object that is not being deleted names the adapter of one that is."""
+    fields = ("modelName", "baseModelName", "source")
+    return any(
+        item["kind"] == resource["kind"]
+        and "deletionTimestamp" not in item["metadata"]
+        and all(item["spec"].get(field) == resource["spec"].get(field) for field in fields)
+        for item in observed.objects.values()
+    )
+
+
 def find_endpoints(base_model: str, observed: Observed) -> list[ModelEndpoint]:
     """Return the workers of the components that refer to a base model, by the name of their pod."""
     components = {

@@ -162,7 +162,10 @@ class ObjectCache:
                 yield "DynamoComponentDeployment", namespace, labels[objects.SELECTOR_LABEL]
         elif kind == "PersistentVolumeClaim":  # a component may wait for it by name alone
             yield from (key for key in self.roots() if key[1] == namespace)
-        if kind in ("Pod", "DynamoComponentDeployment"):
+        is_unloaded = kind == "DynamoModel" and "deletionTimestamp" in metadata
+        if (
+            kind in ("Pod", "DynamoComponentDeployment") or is_unloaded
+        ):  # by name: others may need it
             yield from (key for key in self._roots["DynamoModel"] if key[1] == namespace)
 
 

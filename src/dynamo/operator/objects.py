@@ -28,6 +28,7 @@ HASH_LABEL = f"{_PREFIX}dynamo-worker-hash"
 REQUEST_LABEL = f"{_PREFIX}dgdr-name"
 TEMPLATE_LABEL = f"{_PREFIX}dynamo-template-hash"
 SPEC_ANNOTATION = f"{_PREFIX}dynamo-spec-hash"
+TOKEN_ANNOTATION = f"{_PREFIX}cluster-token-renewed-at"
 _LIST_KEYS = {
     "env": "name",
     "volumeMounts": "mountPath",
@@ -295,6 +296,22 @@ def find_condition(resource: Object | None, kind: str) -> Object:
 def is_ready(pod: Object) -> bool:
     """Return whether a pod is ready."""
     return find_condition(pod, "Ready").get("status") == "True"
+
+
+def is_available(workload: Object, num_wanted: int) -> bool:
+    """Return True if a workload has all its pods, in the present form of its template."""
+    status = workload.get("status") or {}
+    generation = workload["metadata"].get("generation", 0)
+    # the controllers of earlier LeaderWorkerSets do not say which one they have seen
+    unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
+    num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    num_updated = status.get("updatedReplicas", 0)
+    return bool(
+        status.get("observedGeneration", unsaid) >= generation
+        and min(num_updated, num_available) >= num_wanted
+        and status.get("replicas", 0)
+        <= num_updated  # else those of the former form may be what is available
+    )
 
 
 def make_condition(

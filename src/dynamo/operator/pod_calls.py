@@ -66,12 +66,12 @@ async def count_admitted(pods: Sequence[Object], heard: set[str]) -> dict[str, i
 
 
 async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] | None:
-    """Return how many instances a frontend lists in each dynamo namespace; None if it cannot be asked."""
+    """Return how many instances a frontend can reach in each dynamo namespace; None if it cannot be asked."""
     counts: dict[str, int] = {}
     try:
         _, answer = await call_pod(address, port, "GET", "/health", timeout_s=_FRONTEND_TIMEOUT_S)
         for entry in answer["instances"]:
-            if entry["endpoint"] in _ENDPOINTS:
+            if entry["endpoint"] in _ENDPOINTS and entry.get("state") != "down":
                 counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1
     except (errors.DynamoError, LookupError, TypeError) as error:
         _logger.info("the frontend at %s does not tell its instances: %s", address, error)

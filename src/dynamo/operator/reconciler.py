@@ -24,7 +24,7 @@ from dynamo.operator import (
     pod_template,
     profiling_requests,
 )
-from dynamo.operator.object_cache import Key, ObjectCache, key_of
+from dynamo.operator.object_cache import ROOTS, Key, ObjectCache, key_of
 from dynamo.operator.objects import FIELD_MANAGER, Object, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
@@ -125,7 +125,8 @@ class Reconciler:
         endpoints = models.find_endpoints(spec.base_model_name, observed)
         failures = dict.fromkeys(endpoints, "the worker is not ready yet")
         asked = [endpoint for endpoint in endpoints if endpoint.is_ready or is_leaving]
-        if models.needs_adapter(spec) and spec.source is not None:
+        is_kept = is_leaving and models.is_shared(root, observed)
+        if models.needs_adapter(spec) and spec.source is not None and not is_kept:
             if not is_leaving and models.FINALIZER not in finalizers:
                 await self._set_finalizers(root, [*finalizers, models.FINALIZER])
             uri = None if is_leaving else spec.source.uri
@@ -207,7 +208,7 @@ class Reconciler:
             digest_of_lasting(existing),
         ):
             return
-        answer = await self._cluster.apply(item, FIELD_MANAGER, force=True)
+        answer = await self._take(item, existing)
         self._cache.put(answer)
         self._applied[key] = desired, digest_of_lasting(answer)
         autoscaler = self._cache.get(
@@ -221,6 +222,50 @@ class Reconciler:
                 identity = about["metadata"]["uid"], message  # an autoscaler may repeat it for ever
                 suffix = objects.digest(identity, 16)
                 await self._write_event(about, "ReplicasPutBack", message, suffix)
+
+    async def _take(self, item: Object, existing: Object | None) -> Object:
+        """Apply an object over what others set in it, unless it is theirs. Raises InvalidRequest then.
+
+        Objects without our label are not watched, so one that is not known here is applied without force first.
+        """
+        if existing is None:
+            try:
+                return await self._cluster.apply(item, FIELD_MANAGER)
+            except errors.Conflict:
+                _, namespace, name = key_of(item)
+                field = f"metadata.name={name}"
+                kind = item["apiVersion"], item["kind"]
+                same_named = await self._cluster.list(*kind, namespace, fields=field)
+                existing = next(iter(same_named), None)
+        if existing is not None and self._is_foreign(existing, item):
+            owners = existing["metadata"].get("ownerReferences") or [{"kind": "none", "name": ""}]
+            names = ", ".join(f"{owner['kind']} {owner['name']}".strip() for owner in owners)
+            raise errors.InvalidRequest(
+                f"there is a {item['kind']} {item['metadata']['name']} already that is not of this deployment (its"
+                f" owner: {names}): delete it, or give the deployment or the service another name"
+            )
+        return await self._cluster.apply(item, FIELD_MANAGER, force=True)
+
+    def _is_foreign(self, existing: Object, desired: Object) -> bool:
+        """Return True for an object that the operator did not make, or made for another owner that is still there."""
+        owners = existing["metadata"].get("ownerReferences") or ()
+        if not owners:  # restored from a backup, perhaps
+            names = (objects.MANAGED_BY, objects.GRAPH_LABEL)
+            labels = [
+                [objects.labels_of(item).get(name) for name in names]
+                for item in (existing, desired)
+            ]
+            return labels[0] != labels[1]
+        own = {entry["uid"] for entry in desired["metadata"]["ownerReferences"]}
+        is_own = any(entry["uid"] in own for entry in owners)
+        return not is_own and any(self._is_there(entry, existing) for entry in owners)
+
+    def _is_there(self, owner: Object, owned: Object) -> bool:
+        """Return False for an owner that is gone, as far as the operator knows owners of that kind."""
+        root = self._cache.get((owner["kind"], owned["metadata"]["namespace"], owner["name"]))
+        if root is None:
+            return owner["kind"] not in ROOTS
+        return bool(root["metadata"]["uid"] == owner["uid"])
 
     async def _write_status(self, root: Object, status: Object) -> None:
         present = root.get("status") or {}

@@ -107,6 +107,7 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
         return _answer(request, {"allowed": True})
     try:
         check_graph(written, settings, is_new=old is None)
+        _check_replicas(written, old or {})
     except errors.ConfigError as error:
         status = {
             "code": 422,
@@ -117,6 +118,25 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
     doubts = (*_find_doubtful_types(written), *_find_idle_fields(written))
     warnings = [_in_written_version(request, text) for text in doubts]
     return _answer(request, {"allowed": True} | ({"warnings": warnings} if warnings else {}))
+
+
+def _check_replicas(written: Object, old: Object) -> None:
+    """Raise ConfigError for replicas that are changed where a scaling adapter, which is there already, sets them."""
+    former_services = (old.get("spec") or {}).get("services") or {}
+    for name, service in written["spec"]["services"].items():
+        former = former_services.get(name) or {}
+        replicas = service.get("replicas")
+        has_adapter, had_adapter = (
+            (each.get("scalingAdapter") or {}).get("enabled")
+            and not (each.get("autoscaling") or {}).get("enabled")
+            for each in (service, former)
+        )
+        if has_adapter and had_adapter and replicas not in (None, former.get("replicas")):
+            adapter = f"{written['metadata']['name']}-{name.lower()}"
+            raise errors.ConfigError(
+                f"spec.services.{name}.replicas: {replicas} would have no effect, since a scaling adapter sets the"
+                f" replicas: kubectl scale dgdsa/{adapter} --replicas={replicas}"
+            )
 
 
 def _in_written_version(request: AdmissionRequest, message: str) -> str:

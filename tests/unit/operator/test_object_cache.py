@@ -79,3 +79,15 @@ def test_object_without_a_spec_has_no_replicas_that_an_apply_puts_back():
     sources = {"kind": "ConfigMap", "metadata": {"name": "sources"}, "data": {"a": "b"}}
 
     assert objects.explain_scaling(sources, sources) is None
+
+
+def test_models_are_looked_at_when_another_one_has_unloaded_an_adapter_that_may_be_theirs():
+    cache = object_cache.ObjectCache()
+    leaving, staying = (
+        {"kind": "DynamoModel", "metadata": {"name": name, "namespace": "default", "uid": name}}
+        for name in ("a", "b")
+    )
+    cache.apply_event("ADDED", staying)
+    leaving["metadata"]["deletionTimestamp"] = "2026-11-23T10:00:00Z"
+
+    assert object_cache.key_of(staying) in cache.roots_of(leaving)

@@ -53,6 +53,19 @@ def test_pods_of_the_former_form_do_not_make_a_changed_service_ready(changed):
     assert cluster.ready()["status"] == "True"
 
 
+def test_pod_that_does_not_start_beside_one_of_the_former_form_is_not_ready():
+    cluster = settled(make_graph(services={"Frontend": frontend()}))
+    cluster.put(make_graph(services={"Frontend": with_image("broken")}))
+    for kind, name in ((DGD, "g"), (DCD, "g-frontend")):
+        cluster.reconcile(kind, name)
+    cluster.run_controllers(becomes_ready=lambda pod: False)
+    for kind, name in ((DCD, "g-frontend"), (DGD, "g")):
+        cluster.reconcile(kind, name)
+
+    assert available(cluster, "g-frontend")["status"] == "False"
+    assert cluster.ready()["status"] == "False"
+
+
 def test_pods_that_the_cluster_refuses_are_the_cause():
     cluster = DictCluster()
     cluster.put(make_graph(services={"Decode": worker()}))
@@ -290,6 +303,41 @@ def test_components_of_a_graph_leave_the_token_to_it():
         "dynamo-g-cluster-token"
     ]
     assert component.find_token_name(cluster.get(DCD, "g-decode")) is None
+
+
+def templates(cluster):
+    return {
+        item["metadata"]["name"]: item["spec"]["template"] for item in cluster.of_kind("Deployment")
+    }
+
+
+@pytest.mark.parametrize("stands_alone", [False, True])
+def test_pods_with_a_lost_token_are_replaced_once(stands_alone):
+    resource = make_graph()
+    if stands_alone:
+        resource = {**resource, "kind": DCD, "spec": frontend()}
+    cluster = settled(resource)
+    before = templates(cluster)
+    cluster.delete("Secret", "dynamo-g-cluster-token")
+    cluster.settle()
+    after = templates(cluster)
+
+    assert before.keys() == after.keys()
+    assert all(before[name] != after[name] for name in before)
+    cluster.settle()
+    assert templates(cluster) == after
+
+
+def test_pods_keep_running_when_their_namespace_and_with_it_their_token_changes():
+    cluster = settled(make_graph())
+    template = templates(cluster)["g-decode"]
+    other = {"dynamoNamespace": "other"}
+    services = {"Frontend": frontend(**other), "Decode": worker(**other)}
+    cluster.put(make_graph(services=services))
+    cluster.reconcile("DynamoGraphDeployment", "g")
+    cluster.reconcile(DCD, "g-decode")
+
+    assert templates(cluster)["g-decode"] == template
 
 
 @pytest.mark.parametrize("shares", [("0", "0%"), ("0", "0")])

@@ -155,6 +155,36 @@ def test_deployment_of_another_form_gets_no_defaults_and_is_left_to_the_schema(s
     assert response == {"uid": "u", "allowed": True}
 
 
+ADAPTED = {"scalingAdapter": {"enabled": True}}
+
+
+def test_replicas_that_a_scaling_adapter_sets_cannot_be_changed_beside_it():
+    old = make_graph(services={"A": worker(replicas=1, **ADAPTED)})
+    changed = make_graph(services={"A": worker(replicas=3, **ADAPTED)})
+    messages = [
+        validate(changed, old, version)["status"]["message"] for version in ("v1alpha1", "v1beta1")
+    ]
+
+    assert messages[0].startswith("spec.services.A.replicas: 3 would have no effect")
+    assert messages[1].startswith("spec.components[name=A].replicas: 3 would have no effect")
+    assert messages[0].endswith("kubectl scale dgdsa/g-a --replicas=3")
+
+
+@pytest.mark.parametrize(
+    ("former", "fields"),
+    [
+        ({}, {"replicas": 3, **ADAPTED}),
+        (ADAPTED, {"replicas": 3}),
+        (ADAPTED, {"replicas": None, **ADAPTED}),
+        (ADAPTED, {"flags": "--seed 1", **ADAPTED}),
+    ],
+)
+def test_replicas_may_change_with_the_scaling_adapter_and_may_be_left_out(former, fields):
+    old = make_graph(services={"A": worker(**former)})
+
+    assert validate(make_graph(services={"A": worker(**fields)}), old)["allowed"]
+
+
 SCALED = {"autoscaling": {"enabled": True, "maxReplicas": 3}}
 
 

@@ -257,6 +257,20 @@ async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
         await until(lambda: cluster.get("v1", "Service", "g-frontend"))
 
 
+@pytest.mark.parametrize("kinds", [(frontend, worker), (worker, frontend)])
+async def test_service_is_made_anew_when_its_component_becomes_of_another_kind(
+    server, cluster, kinds
+):
+    async with running(server, etcd_addr=""):  # workers have headless Services then
+        for make in kinds:
+            graph = make_graph(services={"Frontend": frontend(), "Own": make()})
+            await cluster.apply(graph, "kubectl", force=True)
+            await until(lambda: is_ready(cluster))
+            address = (await cluster.get("v1", "Service", "g-own"))["spec"]["clusterIP"]
+
+            assert (address == "None") == (make is worker)
+
+
 async def test_replicas_that_kubectl_set_are_put_back_with_an_event_once(server, cluster):
     async def events():
         found = await cluster.list("v1", "Event")
@@ -581,6 +595,12 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
         assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
     assert await pod_calls.read_instances("127.0.0.1", port) is None
+
+
+async def test_worker_that_a_frontend_cannot_reach_is_not_admitted():
+    rows = [{"endpoint": "generate", "namespace": "a", "state": each} for each in ("down", "ready")]
+    async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
+        assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
 
 
 async def test_frontend_tells_workers_of_embeddings_too():

@@ -11,9 +11,10 @@ from dynamo.operator import objects, pod_calls, reconciler, service
 from dynamo.operator.object_cache import ObjectCache, key_of
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
-from operator_cluster import make_graph, worker
+from memory_cluster import MemoryCluster
+from operator_cluster import frontend, make_graph, worker
 
-API = "nvidia.com/v1alpha1"
+API, DCD = "nvidia.com/v1alpha1", "DynamoComponentDeployment"
 SECRET = ("v1", "Secret", "dynamo-g-cluster-token")
 
 
@@ -49,6 +50,115 @@ async def test_secret_that_has_changed_is_read_again_and_no_failure_is_said(clus
     await look.reconcile(key_of(graph))
     (owner,) = (await cluster.get(*SECRET))["metadata"]["ownerReferences"]
     assert owner["name"] == "g"
+
+
+async def test_adapter_stays_while_another_object_names_it(cluster, monkeypatch):
+    cache, calls, kind = ObjectCache(), [], "DynamoModel"
+    look = looking(cluster, cache)
+    base = {"modelName": "poet", "baseModelName": "base", "modelType": "lora"}
+    for name, uri in (("a", "file:///1"), ("b", "file:///1"), ("c", "file:///2")):
+        head = {"apiVersion": API, "kind": kind, "metadata": {"name": name}}
+        cache.put(await cluster.create({**head, "spec": {**base, "source": {"uri": uri}}}))
+    services = {"Decode": worker(modelRef={"name": "base"})}
+    cache.put(await cluster.create(make_graph(services=services)))
+    await look.reconcile(("DynamoGraphDeployment", "default", "g"))
+    component = await cluster.get(API, DCD, "g-decode")
+    pod = ready_pod(component)
+    pod["metadata"]["labels"][objects.TYPE_LABEL] = "worker"
+    pod["status"]["podIP"] = "10.0.0.1"
+    cache.put({**pod, "spec": {"containers": []}})
+
+    async def change_adapter(address, port, name, uri):
+        calls.append(uri)
+        return ""
+
+    monkeypatch.setattr(pod_calls, "change_adapter", change_adapter)
+    for name, expected in (("a", []), ("b", [None])):
+        await look.reconcile((kind, "default", name))
+        await cluster.delete(API, kind, name)
+        cache.put(await cluster.get(API, kind, name))
+        calls.clear()
+        await look.reconcile((kind, "default", name))
+
+        assert calls == expected
+        assert await cluster.get(API, kind, name) is None
+
+
+async def message_of(cluster, kind, name):
+    conditions = ((await cluster.get(API, kind, name)).get("status") or {}).get("conditions")
+    return conditions[0]["message"] if conditions else ""
+
+
+@pytest.mark.parametrize("kind", ["Service", "Deployment"])
+async def test_object_of_others_with_the_name_of_a_service_is_left_alone(cluster, kind):
+    cache, labels = ObjectCache(), {"app": "mine"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    api_version, spec = {
+        "Service": ("v1", {"selector": labels, "ports": [{"port": 80}]}),
+        "Deployment": ("apps/v1", {"selector": {"matchLabels": labels}, "template": pod}),
+    }[kind]
+    head = {"apiVersion": api_version, "kind": kind, "metadata": {"name": "g-frontend"}}
+    theirs = await cluster.create({**head, "spec": spec})
+    graph = await cluster.create(make_graph(services={"Frontend": frontend()}))
+    cache.put(graph)
+    look = looking(cluster, cache)
+    await look.reconcile(key_of(graph))
+    component = (DCD, "default", "g-frontend")
+    with pytest.raises(errors.InvalidRequest):
+        await look.reconcile(component)
+
+    assert await cluster.get(api_version, kind, "g-frontend") == theirs
+    assert f"there is a {kind} g-frontend already" in await message_of(cluster, *component[::2])
+    await cluster.delete(api_version, kind, "g-frontend")
+    await look.reconcile(component)
+    assert await cluster.get(api_version, kind, "g-frontend") != theirs
+
+
+@pytest.mark.parametrize("first", ["a", "a-b"])
+async def test_two_deployments_do_not_take_a_component_from_each_other(cluster, first):
+    cache = ObjectCache()
+    looks = looking(cluster, cache)
+    services = {"a": {"b-Frontend": frontend()}, "a-b": {"Frontend": frontend()}}
+    for name in sorted(services, key=lambda name: name != first):
+        graph = await cluster.create(make_graph(name, services[name]))
+        cache.put(graph)
+        if name == first:
+            await looks.reconcile(key_of(graph))
+            continue
+        before = await cluster.get(API, DCD, "a-b-frontend")
+        with pytest.raises(errors.InvalidRequest):
+            await looks.reconcile(key_of(graph))
+
+        assert await cluster.get(API, DCD, "a-b-frontend") == before
+        assert f"{graph['kind']} {first})" in await message_of(cluster, graph["kind"], name)
+
+
+async def test_component_of_a_deployment_that_was_made_again_is_kept():
+    server, cache = MemoryCluster(), ObjectCache()  # whose garbage collector is late
+    async with server.connect() as cluster:
+        look = looking(cluster, cache)
+        for _ in range(2):
+            graph = await cluster.create(make_graph())
+            cache.put(graph)
+            await look.reconcile(key_of(graph))
+            (owner,) = (await cluster.get(API, DCD, "g-decode"))["metadata"]["ownerReferences"]
+            assert owner["uid"] == graph["metadata"]["uid"]
+            server.remove_object(API, graph["kind"], "default", "g")
+            cache.remove(graph)
+
+
+async def test_object_under_the_label_of_another_tool_is_labelled_again(cluster):
+    cache = ObjectCache()
+    look = looking(cluster, cache)
+    graph = await cluster.create(make_graph())
+    cache.put(graph)
+    for key in (key_of(graph), (DCD, "default", "g-frontend")):
+        await look.reconcile(key)
+    service, label = ("v1", "Service", "g-frontend"), {objects.MANAGED_BY: "Helm"}
+    cache.remove(await cluster.patch(*service, {"metadata": {"labels": label}}))
+    await look.reconcile((DCD, "default", "g-frontend"))
+
+    assert objects.labels_of(await cluster.get(*service))[objects.MANAGED_BY] == "dynamo-operator"
 
 
 def ready_pod(component):

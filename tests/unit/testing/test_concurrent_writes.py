@@ -1,4 +1,4 @@
-"""Patches and applies of the API server, while another client writes the same object."""
+"""Patches and applies of the API server, also while another client writes the same object."""
 
 import pytest
 
@@ -63,3 +63,30 @@ async def test_patch_that_names_an_older_version_is_a_conflict(served):
 
     with pytest.raises(failures.ApiError, match="the object has been modified"):
         await served.patch(maps, NAMESPACE, "c", api.APPLY_PATCH, stale, options)
+
+
+def deployment_with(**fields):
+    labels = {"app": "x"}
+    containers = [{"name": "main", "image": "x:1", **fields}]
+    template = {"metadata": {"labels": labels}, "spec": {"containers": containers}}
+    spec = {"selector": {"matchLabels": labels}, "template": template}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "d"},
+        "spec": spec,
+    }
+
+
+async def test_structure_that_is_applied_no_longer_goes_with_its_defaults(served):
+    kind = served.registry.require("apps", "deployments")
+    probe = {"httpGet": {"path": "/live", "port": 8000}, "periodSeconds": 5}
+    containers = []
+    for fields in ({"livenessProbe": probe}, {}):
+        applied, _ = await served.patch(
+            kind, NAMESPACE, "d", api.APPLY_PATCH, deployment_with(**fields), api.WriteOptions()
+        )
+        containers.append(applied["spec"]["template"]["spec"]["containers"][0])
+
+    assert containers[0]["livenessProbe"]["httpGet"]["scheme"] == "HTTP"
+    assert "livenessProbe" not in containers[1]

@@ -329,6 +329,9 @@ def apply(
     remaining = fields | foreign_fields
     prefixes = {path[:length] for path in remaining for length in range(len(path) + 1)}
     abandoned = before - fields - prefixes
+    if abandoned:  # a structure without any owner left goes with what defaults have put in
+        around = {path[:length] for path in abandoned for length in range(1, len(path))}
+        abandoned |= {*_named_fields(around, merged, shape)} - prefixes
     merged = remove(merged, abandoned, shape)
     if fields:
         is_same = before == fields and not changed
@@ -336,6 +339,15 @@ def apply(
         time = own_entry.get("time", "") if own_entry and is_same else time
         entries.append(_entry(writer, fields, time))
     return Applied(merged, _sorted(entries))
+
+
+def _named_fields(around: set[Path], value: Any, shape: Shape, path: Path = ()) -> Iterator[Path]:
+    """Yield which of these paths are fields that a schema names, and no keys of maps or items of lists."""
+    for element, child, child_shape, is_entry in _children(value, shape):
+        if (below := (*path, element)) in around:
+            if not is_entry:
+                yield below
+            yield from _named_fields(around, child, child_shape, below)
 
 
 def _with_initial_owner(live: Object, shape: Shape, writer: Writer) -> list[Object]:
