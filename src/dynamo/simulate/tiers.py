@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dynamo.base import config, errors
 from dynamo.engine.mock import memory
@@ -31,9 +30,8 @@ _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersConfig:
-    """Simulate a host tier below the KV cache of one worker: python -m dynamo.simulate tiers."""
+    """Simulate a host tier below the KV cache of one worker, in virtual time."""
 
-    command: Literal["tiers"] = config.option("tiers", flag="", help="tiers")
     users: int = config.option(80, help="users that send at once", least=1)
     rounds: int = config.option(10, help="turns of each user", least=1)
     turn_tokens: int = config.option(1000, help="new prompt tokens of a turn", least=1)

@@ -210,7 +210,7 @@ def test_step_times_are_those_of_a_profile_at_the_length_of_the_recorded_sequenc
     flags = ["--trace", str(day), "--profile", str(tmp_path), "--policy"]
     figures, planned = tmp_path / "figures", tmp_path / "planned"
     replay(*flags, "random", "--report-json", figures)
-    command.main(["plan", *flags, "fixed", "--fixed-workers", "2", "--output", str(planned)])
+    command.main(["plan", *flags, "fixed", "--fixed-workers", "2", "--report-json", str(planned)])
 
     assert json.loads(figures.read_text())[1]["itl_s"]["p50"] < 0.01
     assert json.loads(planned.read_text())[0]["mean_latency"] < 0.1
