@@ -57,7 +57,8 @@ finally:
     ("arguments", "expected"),
     [
         (("--no-such-flag",), "--no-such-flag"),
-        (("srve",), "srve"),
+        (("srve",), "srve (did you mean serve?)"),
+        (("planner",), "no such command: planner (see python -m dynamo.planner)"),
         (("serve", "--workers", "0"), "workers"),
         (("serve", "--http-port", "many"), "http-port"),
         (("serve", "--engine", "warp", "--dry-run"), "native, mocker"),
