@@ -64,6 +64,7 @@ finally:
         (("serve", "--engine", "warp", "--dry-run"), "native, mocker"),
         (("serve", "--unknown"), "(see --help. Flags of the processes"),
         (("semantic",), "usage: dynamo semantic check|explain|replay"),
+        (("kvbm",), "usage: dynamo kvbm ls|verify|clear DIRECTORY"),
         (("kube",), "usage: dynamo kube up|convert|apply"),
         (("kube", "--port", "9001"), "expected up|convert|apply (up: run the cluster until"),
         (("kube", "up", "agg.yaml"), "up: expected no file, got 'agg.yaml'; `dynamo kube apply"),
