@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             replay.run(replayed, router, None if plots is None else plots.write_report)
         elif name in ("", "routing"):
             parts = (routing.SimulateConfig, router_config.RouterConfig)
-            others = f"Other simulations: {', '.join(_COMMANDS[1:])}; `{_PROG} plan --help` shows their flags."
-            _simulate_routing(*config.load_parts(parts, prog=prog, argv=flags, note=others))
+            note = f"Other simulations: {', '.join(_COMMANDS[1:])}; `{_PROG} plan --help` shows their flags."
+            _simulate_routing(*config.load_parts(parts, prog=prog, argv=flags, note=note))
         else:
             raise errors.ConfigError(f"expected one of {', '.join(_COMMANDS)}, got {name!r}")
     except errors.DynamoError as error:
