@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup setup-vllm run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-properties test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
 
 help:  ## say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.run  ## create .venv and install what serving needs (EXTRAS=etcd,nats: and what these need)
 	@$(if $(EXTRAS),$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRAS)]')
@@ -154,6 +154,7 @@ bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PE
 	@$(BIN)/python -m benchmarks.routing decoding --conc 1 4 16 64 --osl 16 128 512 --requests 192
 
 simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=file in Mooncake's format)
+	@test -e "$(TRACE)" || { echo "which trace? make $@ TRACE=requests.jsonl"; exit 2; }
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 0.8
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
@@ -186,7 +187,7 @@ claims: $(VENV)/.dev  ## what is published, what the simulator finds, and where 
 simulate-planner: $(VENV)/.dev  ## scaling policies on the original's experiment, and over start-up time and interval (TRACE=file as well)
 	@$(BIN)/python -m dynamo.simulate plan
 	@$(BIN)/python -m dynamo.simulate plan --sweep --seeds 1
-	@if [ -n "$(TRACE)" ]; then $(BIN)/python -m dynamo.simulate plan --trace $(TRACE) --initial 6p2d --max-gpu-budget 16; fi
+	@if [ -e "$(TRACE)" ] || [ "$(origin TRACE)" != file ]; then $(BIN)/python -m dynamo.simulate plan --trace $(TRACE) --initial 6p2d --max-gpu-budget 16; fi
 
 hostile: $(VENV)/.dev  ## hostile clients of every kind beside 16 honest streams, whose answers are compared (MINUTES=1; 15 before a release)
 	@PYTHONPATH=tests:tests/system $(BIN)/python -m benchmarks.hostile --minutes $(or $(MINUTES),1)

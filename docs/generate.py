@@ -148,8 +148,7 @@ def _row(field: dataclasses.Field[Any], hint: Any) -> str:
     flags += field.metadata.get("aliases", ())
     variable = config.variable_of(field)
     env = f"`{variable}`" if variable else ""
-    value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-    default = "" if value in (None, "", dataclasses.MISSING) else f"`{value}`"
+    default = f"`{text}`" if (text := config.default_text(field)) else ""
     text = (field.metadata["help"] + _choices(field, hint)).replace("|", "\\|")
     return f"| {', '.join(f'`{flag}`' for flag in flags)} | {env} | {default} | {text} |"
 

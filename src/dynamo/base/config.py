@@ -28,6 +28,7 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 import tomllib
 import types
 import typing
@@ -201,6 +202,12 @@ def variable_of(field: dataclasses.Field[Any]) -> str:
     return (field.metadata["env"] or "").replace("*", field.name.upper())
 
 
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """Return an option's default as a flag or variable would say it; "" if there is none."""
+    value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return "" if value in (None, dataclasses.MISSING) else str(value)
+
+
 def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
     """Answer a shell that asks for completions, and exit; does nothing otherwise."""
     if "_ARGCOMPLETE" in os.environ:  # loaded late: commands start without it
@@ -219,6 +226,13 @@ def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a hint for a mistyped name: the most similar known one, or where to find them."""
     similar = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"did you mean {similar[0]}?" if similar else "see --help"
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Breaks lines at blanks only, so that flags and variables stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):
@@ -267,6 +281,7 @@ def _make_parser(parts: Sequence[type], prog: str, note: str) -> Parser:
         description=f"{parts[0].__doc__} {note}",
         epilog=" ".join(field.metadata["help"] for field in fields if _takes_rest(field)),
         allow_abbrev=False,
+        formatter_class=_HelpFormatter,
     )
     add_options(parser, parts)
     return parser
@@ -315,8 +330,8 @@ def _add_flag(
     parser: argparse._ActionsContainer, name: str, field: dataclasses.Field[Any], kind: Any
 ) -> None:
     text = field.metadata["help"]
-    if field.default not in (None, "", (), dataclasses.MISSING):
-        text += f" (default: {field.default})"
+    if default := default_text(field):
+        text += f" (default: {default})"
     if variable := variable_of(field):
         text += f" [{variable}]"
     text = text.replace("%", "%%")  # argparse formats it

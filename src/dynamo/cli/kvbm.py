@@ -14,7 +14,7 @@ class KvbmCommandConfig:
     """Look at, verify or empty the file of a disk tier of the KV cache."""
 
     action: Literal["ls", "verify", "clear"] = config.option(
-        "ls", flag="", help="ls: what the file holds; verify: read every block; clear: forget all"
+        flag="", help="ls: what the file holds; verify: read every block; clear: forget all"
     )
     directory: str = config.option(
         flag="", env="DYN_KVBM_DISK_CACHE_DIR", help="the worker's --kvbm-nvme-path"

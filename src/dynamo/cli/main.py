@@ -158,6 +158,10 @@ COMMANDS = {
         "Run a Kubernetes cluster on this machine, with pods as local processes; convert and apply manifests.",
     ),
 }
+_PROGRAMS = (  # `python -m dynamo.NAME`
+    *("frontend", "native", "mocker", "vllm", "sglang", "trtllm", "llamacpp", "router", "planner"),
+    *("profiler", "simulate", "metrics", "operator", "semantic_router", "semantic_encoder"),
+)
 # `serve`, of a graph
 _GRAPH = Command("graph", "GraphConfig", "run", "Start the services of a graph.")
 _OPTIONS = {
@@ -229,7 +233,9 @@ def _run(argv: Sequence[str]) -> int:
         options: Any = config.load(command.options, prog=f"dynamo {name}", argv=argv[1:])
         return command.run(options)
     if not name.startswith("-"):
-        raise errors.ConfigError(f"no such command: {name} ({config.suggest(name, COMMANDS)})")
+        is_program = name in _PROGRAMS
+        hint = f"see python -m dynamo.{name}" if is_program else config.suggest(name, COMMANDS)
+        raise errors.ConfigError(f"no such command: {name} ({hint})")
     flags, _ = make_parser(has_commands=False).parse(argv[:2], takes_rest=False)
     _obey_flags(flags)
     return 0

@@ -75,7 +75,7 @@ def serve(options: ServeConfig) -> int:
             return 0
         folder = guardian.make_folder("dynamo-serve-")
         make_joinable(registration, folder / "discovery")
-        if len(str(folder)) <= _SOCKET_FOLDER_CHARS:  # for sockets of vLLM's processes
+        if engine == "vllm" and len(str(folder)) <= _SOCKET_FOLDER_CHARS:  # for its sockets
             sockets = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
             variables = registration.state.variables | {"VLLM_RPC_BASE_PATH": sockets}
             registration.update(variables=variables)
@@ -285,9 +285,11 @@ class _Serving:
     def _banner(self) -> str:
         options = self._options
         url = options.url
-        name = _PLANNER if options.planner else self._topology.answering[0]
-        words = [f"{key}={shlex.quote(value)}" for key, value in self._variables.items()]
-        join = " ".join([*words, shlex.join(self.specs[name].argv)])
+        join = ""
+        if not options.planner:  # it counts the workers that it has started
+            words = [f"{key}={shlex.quote(value)}" for key, value in self._variables.items()]
+            worker = shlex.join(self.specs[self._topology.answering[0]].argv)
+            join = f"  join      {' '.join([*words, worker])}\n"
         started = self._supervisor.child_by_name.items()
         pids = ", ".join(f"{name} {child.pid}" for name, child in started)
         return (
@@ -296,7 +298,7 @@ class _Serving:
             f"  pids      dynamo {os.getpid()}, {pids}\n"
             f"  engine    {options.engine}, model {self._directory}\n"
             f"  namespace {self._registration.state.namespace}\n"
-            f"  join      {join}\n"
+            f"{join}"
             f"  stop      Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
             f"  {curl_line(url, self._name, self._directory)}\n"
         )
@@ -370,9 +372,10 @@ async def wait_until_answers(
     try:
         return await owner.wait_until(probe, timeout_s=limit_s, on_wait=progress.show)
     except TimeoutError:
-        lines = [f"{child}: {process.last_line}" for child, process in owner.child_by_name.items()]
+        last_lines = {name: child.last_line for name, child in owner.child_by_name.items()}
+        words = "; ".join(f"{child}: {line}" for child, line in last_lines.items() if line)
         raise children.ChildDied(
-            f"{name} did not answer within {limit_s:g} s; last words: {'; '.join(lines)}"
+            f"{name} did not answer within {limit_s:g} s (--ready-timeout); last words: {words or 'none'}"
         ) from None
 
 

@@ -30,12 +30,14 @@ COMMANDS = """\
 /help               this list
 /clear              begin anew
 /system [TEXT]      show the system message, or set it
-/set [NAME [VALUE]] show the options of requests, set one (max_tokens, temperature, top_p, seed, stop ...), or unset it
+/set [NAME [VALUE]] show the options of requests, set one, or unset it:
+                    max_tokens, temperature, top_p, seed, stop ...
 /model [NAME]       show the model, or go on with another one
 /save FILE          write the conversation to a file
 /load FILE          go on with the conversation of a file
 /exit               leave, as Ctrl-D does
-Lines between two lines of \"\"\" are one question, never a command; lines that end with a backslash are one, too."""
+Lines between two lines of \"\"\" are one question, never a command;
+lines that end with a backslash are one, too."""
 MAX_HISTORY = 1000  # lines
 _QUOTES = '"""'
 _FIXED_FIELDS = {  # of a request, and what a person does instead
@@ -62,7 +64,7 @@ class AnswerView:
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
         is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         self._has_styles = self._is_terminal and not is_plain
-        width = shutil.get_terminal_size().columns if self._is_terminal else 2**31
+        width = _columns()
         self._writer = markdown.MarkdownWriter(width, has_styles=self._has_styles)
         self._thoughts = markdown.MarkdownWriter(width, has_styles=False)
         self._is_thinking = False
@@ -139,7 +141,7 @@ class TerminalConversation:
 
     def run(self) -> None:
         """Answer what the person types until they leave."""
-        print(f"{self._talk.model}. {HELP}")
+        _say(f"{self._talk.model}. {HELP}")
         _keep_history()
         while True:
             try:
@@ -150,7 +152,7 @@ class TerminalConversation:
                 return
             except (KeyboardInterrupt, UnicodeError) as error:
                 is_text = isinstance(error, KeyboardInterrupt)
-                print(f"\n{HELP}" if is_text else f"(expected text in UTF-8: {error})")
+                _say(f"\n{HELP}" if is_text else f"(expected text in UTF-8: {error})")
                 continue
             is_command = text.startswith("/") and not is_quoted
             if is_command and text == "/exit":
@@ -163,9 +165,9 @@ class TerminalConversation:
             except KeyboardInterrupt:
                 print("\n(stopped)")
             except OSError as error:
-                print(f"({text}: {error.strerror or error})")
+                _say(f"({text}: {error.strerror or error})")
             except errors.DynamoError as error:
-                print(f"({error})" if is_command else f"(no answer: {error})")
+                _say(f"({error})" if is_command else f"(no answer: {error})")
 
     def _take_turn(self, text: str) -> None:
         """Answer one question; add both to the conversation unless the answer was interrupted or failed."""
@@ -181,7 +183,7 @@ class TerminalConversation:
     def _execute(self, name: str, rest: str = "") -> None:
         """Execute a command. Raises InvalidRequest for an unknown one."""
         commands = {
-            "/help": lambda _: print(COMMANDS),
+            "/help": lambda _: _say(COMMANDS),
             "/clear": self._clear,
             "/system": self._set_system,
             "/set": self._set_option,
@@ -199,7 +201,7 @@ class TerminalConversation:
     def _set_system(self, text: str) -> None:
         has_system = bool(self._messages) and self._messages[0]["role"] == "system"
         if not text:
-            print(self._messages[0]["content"] if has_system else "(no system message)")
+            _say(self._messages[0]["content"] if has_system else "(no system message)")
             return
         others = self._messages[1:] if has_system else self._messages
         self._messages = [{"role": "system", "content": text}, *others]
@@ -210,7 +212,7 @@ class TerminalConversation:
             raise errors.InvalidRequest(f"/set {name}: {_FIXED_FIELDS[name]}")
         if not name:
             lines = [f"{key} {json.dumps(value)}" for key, value in self._options.items()]
-            print("\n".join(lines) or "(no option is set: the model's own hold)")
+            _say("\n".join(lines) or "(no option is set: the model's own hold)")
         elif not text:
             self._options.pop(name, None)
         else:
@@ -254,6 +256,18 @@ class TerminalConversation:
         self._talk.check({**saved.options, **has_any})
         self._messages, self._options = [*saved.messages], saved.options
         print(f"{len(self._messages)} messages from {path}")
+
+
+def _columns() -> int:
+    """Return the columns of the terminal, as good as infinite where the output is none."""
+    has_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if has_terminal else 2**31
+
+
+def _say(text: str) -> None:
+    """Print a text that is no answer, in lines that break between words."""
+    writer = markdown.MarkdownWriter(_columns(), has_styles=False)
+    print(writer.push(text) + writer.finish())
 
 
 def read_question() -> tuple[str, bool]:

@@ -90,9 +90,9 @@ def count_host_blocks(size: str, num_blocks: int | None, block_bytes: int, reser
         option = "--kvbm-cpu-cache-override-num-blocks"
     if num_blocks > fitting:
         raise errors.ConfigError(
-            f"{option}: {num_blocks * block_bytes / 1e9:.3g} GB ({num_blocks} blocks) do not fit into the"
-            f" {max(0, left) / 1e9:.3g} GB that this process may still take; the largest that fits is"
-            f" {fitting * block_bytes / 1e9:.3g} GB ({fitting} blocks)"
+            f"{option}: {num_blocks * block_bytes / 1e9:.5g} GB ({num_blocks} blocks) do not fit into the"
+            f" {max(0, left) / 1e9:.5g} GB that this process may still take; the largest that fits is"
+            f" {fitting * block_bytes / 1e9:.5g} GB ({fitting} blocks)"
         )
     return num_blocks
 
@@ -111,7 +111,7 @@ class HostMemory:
             region = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise errors.ConfigError(
-                f"cannot reserve {self.num_bytes / 1e9:.3g} GB for the host tier: {error}"
+                f"cannot reserve {self.num_bytes / 1e9:.5g} GB for the host tier: {error}"
             ) from error
         self.window = memory.Window(region)
 

@@ -193,9 +193,9 @@ class DiskFile(slot_file.SlotFile):
             per_block = num_bytes / self.num_slots
             fitting = int(max(0, free - _KEPT_BYTES) / per_block)
             raise errors.ConfigError(
-                f"--kvbm-disk-cache-gb: {num_bytes / 1e9:.3g} GB ({self.num_slots} blocks) do not fit into the"
-                f" {free / 1e9:.3g} GB that are free at {self.path.parent}; the largest that fits is"
-                f" {fitting * self._stride / 1e9:.3g} GB ({fitting} blocks)"
+                f"--kvbm-disk-cache-gb: {num_bytes / 1e9:.5g} GB ({self.num_slots} blocks) do not fit into the"
+                f" {free / 1e9:.5g} GB that are free at {self.path.parent}; the largest that fits is"
+                f" {fitting * self._stride / 1e9:.5g} GB ({fitting} blocks)"
             )
 
     def _allocate(self, num_bytes: int) -> None:

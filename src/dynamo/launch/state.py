@@ -146,6 +146,7 @@ class Registration:
     def close(self) -> None:
         """Remove the state; its log stays."""
         with contextlib.suppress(OSError, errors.ConfigError):
+            (directory() / f"{os.getpid()}.new").unlink(missing_ok=True)  # of a full disk
             if self._is_listed:
                 _path(self.state.name).unlink(missing_ok=True)
 
@@ -214,8 +215,9 @@ class _Tee:
         return self._terminal.write(f"{_CLEAR_ROW}{text}" if was_drawn else text)
 
     def close(self) -> None:
-        """Close the log, not the terminal."""
-        self._file.close()
+        """Close the log, not the terminal; what a full disk did not take is lost."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def flush(self) -> None:
         """Flush the terminal; the log is flushed at each write."""

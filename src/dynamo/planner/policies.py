@@ -199,7 +199,7 @@ class LoadPolicy:
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
-            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker"
+            reason=f"KV cache {usage:.0%} in use, {round(queue, 1):g} prompts waiting per worker"
             + "".join(f"; no {name} worker reports its load" for name in silent),
             is_step=not self._is_literal,
         )
@@ -304,7 +304,7 @@ class SlaPolicy:
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
             reason=(
-                f"{rate:.3g} requests/s of {next_isl:.0f}+{next_osl:.0f} tokens predicted, corrections"
+                f"{round(rate, 2):g} requests/s of {next_isl:.0f}+{next_osl:.0f} tokens predicted, corrections"
                 f" {self._prefill_correction:.2f} and {self._decode_correction:.2f}"
             ),
             prediction=Prediction(requests_per_s=rate, isl=next_isl, osl=next_osl),

@@ -128,7 +128,7 @@ class PredictivePolicy:
         return Proposal(
             replicas=replicas,
             reason=(
-                f"{later_rate:.3g} requests/s of {shape.isl:.0f} new+{shape.osl:.0f} tokens predicted in"
+                f"{round(later_rate, 2):g} requests/s of {shape.isl:.0f} new+{shape.osl:.0f} tokens predicted in"
                 f" {lead_s:.0f} s, {backlog:.0f} waiting by then{self._correction.describe()}"
             ),
             prediction=Prediction(requests_per_s=later_rate, isl=shape.isl, osl=shape.osl),

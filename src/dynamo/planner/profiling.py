@@ -398,8 +398,8 @@ def describe(
     model = f" {shlex.quote(settings.model)}" if settings.model else ""
     notes = f"cannot be met: {choice.unreachable}\n" if choice.unreachable else ""
     return (
-        f"{choice.mode}: {choice.requests_per_s:.3g} requests/s of {settings.isl}+{settings.osl} tokens,"
-        f" {choice.tokens_per_s_per_gpu:.3g} output tokens/s per {unit};"
+        f"{choice.mode}: {round(choice.requests_per_s, 2):g} requests/s of {settings.isl}+{settings.osl} tokens,"
+        f" {round(choice.tokens_per_s_per_gpu, 1):g} output tokens/s per {unit};"
         f" idle worker: TTFT {choice.ttft_ms:.0f} ms, ITL {choice.itl_ms:.1f} ms\n{notes}"
         f"dynamo serve{model} --engine {settings.backend} {roles}{flags}\n"
     )

@@ -27,7 +27,6 @@ _LONG_STARTUP_S = 300.0
 class ClaimsConfig:
     """Print published claims, what is found here, and where each stops being true."""
 
-    command: str = config.option("claims", flag="", help="claims")
     claim: tuple[str, ...] = config.option(
         ("tiers", "routing", "disagg", "planner"), help="claims to check, comma-separated"
     )
@@ -35,7 +34,7 @@ class ClaimsConfig:
         None, help="trace in Mooncake's format, for routing as well as its synthetic prompts"
     )
     limit: int = config.option(3000, help="requests to take from the trace", least=2)
-    output: str | None = config.option(None, help="file for the rows as JSON")
+    report_json: str | None = config.option(None, help="file for the rows as JSON")
 
 
 class ClaimRow(NamedTuple):
@@ -167,7 +166,7 @@ _CLAIMS: dict[str, tuple[str, Measure]] = {
 
 def run(settings: ClaimsConfig) -> None:
     """Measure the claims and print a table for each. Raises ConfigError."""
-    screen.check_output("--output", settings.output, is_directory=False)
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     unknown = [name for name in settings.claim if name not in _CLAIMS]
     if unknown:
         raise errors.ConfigError(
@@ -182,4 +181,4 @@ def run(settings: ClaimsConfig) -> None:
         screen.print_table(COLUMNS, rows, caption)
         sys.stdout.flush()
     rows_by_name = {name: [row._asdict() for row in rows] for name, rows in figures.items()}
-    screen.write_json(settings.output, rows_by_name)
+    screen.write_json(settings.report_json, rows_by_name)

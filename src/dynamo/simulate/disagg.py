@@ -46,7 +46,7 @@ _GPUS_PER_NODE = 8
 WritePlot = Callable[["Sequence[Case]", str, Path], Path]
 _SPEEDS = (25, 40, 50, 75)  # tokens a second for a user
 COLUMNS = (
-    "nodes", "form", "gain, most", "at", "gains at", *(f"at {speed}" for speed in _SPEEDS), "s to first token",
+    "nodes", "form", "gain, most", "at", "gains at", *(f"at {speed}" for speed in _SPEEDS), "TTFT s",
 )  # fmt: skip
 
 
@@ -267,7 +267,6 @@ def _output_at(curve: Sequence[Point], speed: float) -> float:
 class DisaggConfig:
     """Compare prefill workers and a decode worker with aggregated workers on as many GPUs, in virtual time."""
 
-    scenario: str = config.option("disagg", flag="", help="simulation to run: disagg")
     prompt_tokens: int = config.option(
         3000, help="prompt tokens of each request", least=1, most=1_000_000
     )

@@ -41,7 +41,6 @@ COLUMNS = (
 class PlanConfig:
     """Scale simulated workers by one policy after the other, in virtual time."""
 
-    scenario: str = config.option("plan", flag="", help="simulation to run: plan")
     trace: str = config.option(
         "sin",
         help="arrivals: sin, idle, a trace file (JSON lines of Mooncake, CSV of Azure), scaled to half of 8 workers, or"
@@ -101,7 +100,7 @@ class PlanConfig:
     )
     max_gpu_budget: int = config.option(8, help="most GPUs; a worker has one", least=1)
     initial: str = config.option(
-        "2p2d", help="workers at the begin of the run, such as 2p2d; in mode agg their sum"
+        "2p2d", help="workers at the start of the run, such as 2p2d; in mode agg their sum"
     )
     kill: tuple[str, ...] = config.option(
         (),
@@ -119,8 +118,8 @@ class PlanConfig:
     sweep: bool = config.option(
         False, help="vary start-up time and interval for the predictive policy instead of the table"
     )
-    output: str | None = config.option(None, help="file for the figures as JSON")
-    plots: str | None = config.option(
+    report_json: str | None = config.option(None, help="file for the figures as JSON")
+    output: str | None = config.option(
         None,
         help="directory for plots (PNG) of load, workers and SLA over time, and report.html; needs matplotlib (the"
         " extra plots)",
@@ -128,7 +127,7 @@ class PlanConfig:
 
     @property
     def initial_replicas(self) -> observation.Replicas:
-        """Return the workers at the begin of the run. Raises ConfigError."""
+        """Return the workers at the start of the run. Raises ConfigError."""
         head, _, tail = self.initial.partition("p")
         if not (head.isdigit() and tail.endswith("d") and tail[:-1].isdigit()):
             raise errors.ConfigError(f"--initial {self.initial}: expected a split such as 2p2d")
@@ -186,7 +185,7 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
     """Simulate, print the table, and write figures and plots. Raises ConfigError."""
     settings.check()
     screen.check_output("--write-profile", settings.write_profile, is_directory=True)
-    screen.check_output("--output", settings.output, is_directory=False)
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     if not settings.policy:
         raise errors.ConfigError(f"--policy: expected some of {', '.join(plan_policies.NAMES)}")
     if settings.write_profile is not None:
@@ -223,9 +222,9 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
             (*row, f"{result.num_migrated}") for row, result in zip(table, results, strict=True)
         ]
     screen.print_table(columns, table, caption)
-    screen.write_json(settings.output, results)
-    if write is not None and settings.plots is not None:
-        page = write(results, screen.TableText(columns, table, caption), Path(settings.plots))
+    screen.write_json(settings.report_json, results)
+    if write is not None and settings.output is not None:
+        page = write(results, screen.TableText(columns, table, caption), Path(settings.output))
         sys.stdout.write(f"wrote {page}\n")
 
 

@@ -112,6 +112,7 @@ def write_tiers(cells: Mapping[str, Sequence[float]], caption: str, directory: P
         ax.plot(range(len(rounds)), rounds, marker=".", label=name)
     ax.set(xlabel="round", ylabel="seconds to first token", ylim=(0, None))
     ax.set_title(caption, fontsize="small")
+    ax.locator_params(axis="x", integer=True)
     _finish(ax)
     canvas.savefig(directory / "tiers.png", format="png")
     return directory / "tiers.png"
@@ -201,6 +202,7 @@ def _balance(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
         ylim=(0, None),
     )
     ax.set_title("Balance of work")
+    ax.locator_params(axis="x", integer=True)
     _finish(ax)
 
 

@@ -22,6 +22,7 @@ from dynamo.simulate.workload import MOST_TOKENS, SimulatedRequest, Trace
 
 SCHEMA = "dynamo.request.trace.v1"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
+_AUDIT_ROW = b'{"schema_version"'  # as it begins in the audit log of the same frontend
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
@@ -76,12 +77,16 @@ def is_recorded(path: Path) -> bool:
 def read_traffic(
     paths: Sequence[Path], *, model: str | None = None, limit: int | None = None
 ) -> RecordedTraffic:
-    """Read files, and all in directories; `limit` is the most requests. Raises ConfigError, which names the file."""
+    """Read files, and all in directories but audit logs; `limit` is the most requests.
+
+    Raises ConfigError, which names the file.
+    """
     rows: list[TracedRequest] = []
     for path in paths:
         files = [path]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES))
+            files = [file for file in files if not next(_lines(file), b"").startswith(_AUDIT_ROW)]
             if not files:
                 raise errors.ConfigError(
                     f"--trace {path}: expected files {' or '.join(_SUFFIXES)} in it"

@@ -28,7 +28,6 @@ COLUMNS = (
 class ReplayConfig(routing.BatchWorkersConfig):
     """Replay the traffic that a frontend recorded (--request-trace) over simulated workers, in virtual time."""
 
-    scenario: str = config.option("replay", flag="", help="simulation to run: replay")
     trace: tuple[str, ...] = config.option(
         (),
         help="files of a frontend's request trace, or directories of them; or one file in Mooncake's format",

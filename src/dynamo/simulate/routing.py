@@ -61,14 +61,9 @@ class BatchWorkersConfig:
 class SimulateConfig(BatchWorkersConfig):
     """Route a workload over simulated workers, in virtual time, by one policy after the other."""
 
-    scenario: Literal["routing"] = config.option(
-        "routing",
-        flag="",
-        help="simulation to run: routing (or disagg, plan, replay, tiers or claims, which have flags of their own)",
-    )
     trace: str | None = config.option(
         None,
-        help="trace file in Mooncake's format (JSON lines); without it, a synthetic workload (--prefixes)",
+        help="trace file in Mooncake's format (JSON lines); without it, a synthetic workload (with --engine batch)",
     )
     trace_block_size: int = config.option(
         TRACE_BLOCK_SIZE, help="tokens of a block in a trace of Mooncake's format", least=1

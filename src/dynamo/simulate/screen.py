@@ -16,7 +16,7 @@ from dynamo.simulate.simulation import PolicySummary
 # TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: longest queue in
 # the router; speed: simulated over real time
 COLUMNS = (
-    "policy", "requests", "req/s", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
+    "policy", "req/s", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
 )  # fmt: skip
 
 _WIDTH = 100  # where there is no terminal
@@ -34,7 +34,6 @@ def cells(summary: PolicySummary) -> tuple[str, ...]:
     """Return a row of the table with `COLUMNS`."""
     return (
         summary.policy,
-        f"{summary.num_requests:,}",
         f"{summary.requests_per_s:.1f}",
         f"{summary.mean_ttft:.3f}",
         f"{summary.p50_ttft:.3f}",
@@ -50,7 +49,9 @@ def cells(summary: PolicySummary) -> tuple[str, ...]:
 @contextmanager
 def progress_bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
     """Show the progress of a policy's run, on a terminal only."""
-    with progress.Progress(console=console.Console(stderr=True), transient=True) as display:
+    terminal = console.Console(stderr=True)
+    is_hidden = not terminal.is_terminal
+    with progress.Progress(console=terminal, transient=True, disable=is_hidden) as display:
         task = display.add_task(policy, total=num_requests)
         yield lambda num_done: display.update(task, completed=num_done)
 
@@ -84,12 +85,15 @@ def print_summaries(summaries: Sequence[PolicySummary], caption: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
-    """Print a table to standard output; all columns but the first are numbers."""
+    """Print a table to standard output, each figure whole; all columns but the first are numbers."""
     grid = table.Table(
-        caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False
     )
     for i, column in enumerate(columns):
         grid.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
-    console.Console(width=None if sys.stdout.isatty() else _WIDTH).print(grid)
+    terminal = console.Console(width=None if sys.stdout.isatty() else _WIDTH)
+    unbounded = terminal.options.update(max_width=10_000)
+    terminal.width = max(terminal.width, terminal.measure(grid, options=unbounded).maximum)
+    terminal.print(grid)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dynamo.base import config, errors
 from dynamo.engine.mock import memory
@@ -31,9 +30,8 @@ _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersConfig:
-    """Simulate a host tier below the KV cache of one worker: python -m dynamo.simulate tiers."""
+    """Simulate a host tier below the KV cache of one worker, in virtual time."""
 
-    command: Literal["tiers"] = config.option("tiers", flag="", help="tiers")
     users: int = config.option(80, help="users that send at once", least=1)
     rounds: int = config.option(10, help="turns of each user", least=1)
     turn_tokens: int = config.option(1000, help="new prompt tokens of a turn", least=1)
@@ -78,19 +76,19 @@ class TieredWorker:
     ) -> tuple[float, dict[str, list[int]]]:
         """Answer prompts that come at once. Return their mean seconds to the first token, and the answers."""
         began_at, first_at = self._now, dict.fromkeys(prompts, 0.0)
-        said: dict[str, list[int]] = {name: [] for name in prompts}
+        answers: dict[str, list[int]] = {name: [] for name in prompts}
         for name, tokens in prompts.items():
             self._worker.queue(name, blocks.pack(tokens), num_output)
         while self._worker.has_work:
             for name, output in self._worker.step(self._now):
-                if not said[name]:
+                if not answers[name]:
                     first_at[name] = self._now - began_at
-                said[name] += output.token_ids
+                answers[name] += output.token_ids
             if self._worker.has_work:
                 self._now = self._worker.next_time
                 if self._now == math.inf:
                     raise errors.EngineFailed("the simulated worker waits for nothing")
-        return sum(first_at.values()) / len(first_at), said
+        return sum(first_at.values()) / len(first_at), answers
 
 
 def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
@@ -102,9 +100,9 @@ def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
         for user, history in enumerate(histories.values()):
             first = (user * settings.rounds + number) * settings.turn_tokens
             history += range(first, first + settings.turn_tokens)
-        mean_s, said = worker.answer(histories, settings.answer_tokens)
+        mean_s, answers = worker.answer(histories, settings.answer_tokens)
         rounds.append(mean_s)
-        for name, answer in said.items():
+        for name, answer in answers.items():
             histories[name] += answer
     return rounds
 

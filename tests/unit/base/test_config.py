@@ -183,6 +183,34 @@ def test_help_shows_each_flag_with_default_and_variable(capsys):
     assert "--mode direct|random how to choose (default: random) [T_MODE]" in text
 
 
+def test_help_shows_the_default_of_a_list_as_a_flag_takes_it(capsys):
+    @dataclass(frozen=True, kw_only=True)
+    class BowlConfig:
+        """A bowl."""
+
+        fruits: tuple[str, ...] = config.option(("plum", "pear"), help="which")
+
+    with pytest.raises(SystemExit):
+        config.load(BowlConfig, prog="bowl", argv=["--help"])
+
+    assert "which (default: plum,pear)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", range(50, 70))
+def test_help_breaks_no_flag_at_its_hyphens(capsys, monkeypatch, columns):
+    @dataclass(frozen=True, kw_only=True)
+    class BowlConfig:
+        """A bowl."""
+
+        size: int = config.option(1, help="how much goes in, unless --another-long-flag says so")
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        config.load(BowlConfig, prog="bowl", argv=["--help"])
+
+    assert "--another-long-flag" in capsys.readouterr().out
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The second part of a command line."""

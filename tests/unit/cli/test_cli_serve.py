@@ -189,6 +189,18 @@ def test_banner_has_the_limits_and_the_address_that_flags_of_the_planner_set(mon
         )
 
 
+@pytest.mark.parametrize(("has_planner", "num_lines"), [(False, 1), (True, 0)])
+def test_banner_has_a_line_to_join_by_where_no_planner_counts_the_workers(
+    has_planner, num_lines, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    chosen = serve.ServeConfig(engine="mocker", planner=has_planner)
+    with state.registered("m", "m") as registration:
+        serving = serve._Serving(chosen, engines.find_model("mocker", None), registration, None)
+
+        assert serving._banner().count("  join  ") == num_lines
+
+
 def test_option_of_a_planners_file_that_the_command_sets_itself_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
 
@@ -311,7 +323,9 @@ def test_wait_is_told_again_and_again_until_it_is_over(capsys, monkeypatch):
 async def test_wait_in_vain_ends_with_the_last_words_of_the_children():
     class Owner:
         def __init__(self):
-            self.child_by_name = {"worker 1": types.SimpleNamespace(last_line="loading")}
+            silent = types.SimpleNamespace(last_line="")
+            worker = types.SimpleNamespace(last_line="loading")
+            self.child_by_name = {"frontend": silent, "worker 1": worker}
 
         async def wait_until(self, probe, **options):
             raise TimeoutError
@@ -319,7 +333,8 @@ async def test_wait_in_vain_ends_with_the_last_words_of_the_children():
     with pytest.raises(children.ChildDied) as death:
         await serve.wait_until_answers(Owner(), Clock(), "m", None, 30)
 
-    assert str(death.value) == "m did not answer within 30 s; last words: worker 1: loading"
+    expected = "m did not answer within 30 s (--ready-timeout); last words: worker 1: loading"
+    assert str(death.value) == expected
 
 
 def test_closed_terminal_is_no_error(monkeypatch):

@@ -72,6 +72,26 @@ def test_terminal_shows_thoughts_before_the_answer(monkeypatch, capsys, kind, sh
     assert shown + "yes" in capsys.readouterr().out
 
 
+def test_lines_about_the_conversation_break_between_words_on_a_terminal(say, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "36")
+    say("/frobnicate", "/help")
+    lines = capsys.readouterr().out.splitlines()
+
+    assert max(map(len, lines)) <= 36
+    assert "(/frobnicate: expected one of /help," in lines
+    assert "conversation to a file" in lines
+
+
+def test_system_message_of_a_file_sends_no_codes_to_the_terminal(say, capsys, tmp_path):
+    file = tmp_path / "talk.json"
+    message = {"role": "system", "content": "brief\x1b]0;title\x07"}
+    file.write_text(json.dumps({"model": "m", "messages": [message]}))
+    say(f"/load {file}", "/system")
+
+    assert "brief]0;title\n" in capsys.readouterr().out
+
+
 def test_clear_begins_anew(say, scripted_talk):
     say("one", "/clear", "two")
 

@@ -184,7 +184,9 @@ async def test_new_request_waits_for_the_first_worker(bare):
 
 
 @pytest.mark.parametrize("ask", ["chat", "embed"])
-async def test_client_that_leaves_before_its_model_is_there_counts_as_disconnected(bare, ask):
+async def test_client_that_leaves_before_its_model_is_there_counts_as_disconnected(
+    bare, ask, caplog
+):
     await bare.start(worker_wait_secs=60)
     asking = bare.start_task(bare.chat() if ask == "chat" else bare.embed("a"))
     waiting_ones = bare.frontend._dispatcher.worker_wait._waiting
@@ -198,6 +200,7 @@ async def test_client_that_leaves_before_its_model_is_there_counts_as_disconnect
 
     assert counts["dynamo_frontend_disconnected_clients"] == 1
     assert num_rejected == []
+    assert "a request failed" not in caplog.text
 
 
 async def test_new_request_waits_for_a_restarted_worker(rig):

@@ -49,6 +49,11 @@ def test_size_that_does_not_fit_is_refused_with_both_numbers_and_the_largest(
         host_memory.count_host_blocks(size, num_blocks, 10**6, 0)
 
 
+def test_size_of_terabytes_is_named_without_an_exponent(memory):
+    with pytest.raises(errors.ConfigError, match="2500 GB"):
+        host_memory.count_host_blocks("2500", None, 10**6, 0)
+
+
 def test_size_below_one_block_is_refused(memory):
     with pytest.raises(errors.ConfigError, match="expected room for a block"):
         host_memory.count_host_blocks("1KB", None, 10**6, 0)

@@ -1,5 +1,6 @@
 """Which `dynamo serve` runs, by the files that each one keeps."""
 
+import errno
 import io
 import os
 import shutil
@@ -94,3 +95,21 @@ def test_line_that_is_drawn_anew_is_not_in_the_log_and_leaves_nothing_behind(mon
     lines = "[worker] loads\n[worker] ready\n"
     assert state.log_path("a").read_text() == lines
     assert terminal.getvalue() == f"\r\x1b[Kwaiting for m (1 s)\r\x1b[K{lines}"
+
+
+def test_log_that_a_full_disk_has_not_taken_is_no_error_at_its_end():
+    state.log_path("a").symlink_to("/dev/full")
+    with state.logged("a"):
+        sys.stderr.write("[worker] ready\n")
+
+
+def test_state_that_a_full_disk_has_not_taken_leaves_no_file(monkeypatch):
+    def fill(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", fill)
+    with state.registered("a", "m"):
+        pass
+
+    assert list(state.directory().iterdir()) == []

@@ -152,6 +152,13 @@ def test_last_worker_goes_after_a_whole_window_without_requests():
     assert numbers == [1] * 16 + [0]
 
 
+def test_reason_names_a_long_queue_without_an_exponent():
+    observation = observe(num_waiting=1234)
+    proposal = disaggregated().propose(observation, observation.traffic.value)
+
+    assert "1234 prompts waiting per worker" in proposal.reason
+
+
 @pytest.mark.parametrize(
     ("silent", "expected"), [("prefill", (3, 2)), ("decode", (2, 3)), ("neither", (2, 2))]
 )

@@ -322,6 +322,16 @@ def test_serve_line_gives_each_worker_its_gpus():
     assert "--devices-per-worker" not in profiling.describe(choice, settings, has_gpus=False)
 
 
+def test_recommendation_has_no_exponents():
+    choice = profile_sweep.recommend(
+        make_profile(), isl=3000, osl=150, targets=Targets(), num_workers=2
+    )
+    quick = msgspec.structs.replace(choice, requests_per_s=1234.5, tokens_per_s_per_gpu=98765.4)
+    text = profiling.describe(quick, profiling.ProfilerConfig(), has_gpus=False)
+
+    assert "1234.5 requests/s of 3000+150 tokens, 98765.4 output tokens/s" in text
+
+
 @pytest.mark.parametrize("flag", ["--output", "--deployment"])
 def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag, tmp_path, capsys):
     (tmp_path / "file").touch()

@@ -9,7 +9,7 @@ def test_claim_of_disaggregation_holds_where_it_was_published_and_not_with_long_
     tmp_path, capsys
 ):
     path = tmp_path / "claims.json"
-    assert command.main(["claims", "--claim", "disagg", "--output", str(path)]) == 0
+    assert command.main(["claims", "--claim", "disagg", "--report-json", str(path)]) == 0
     rows = {row["conditions"]: row for row in json.loads(path.read_text())["disagg"]}
 
     assert rows["1 node, 49 tokens/s a user"]["holds"]

@@ -1,8 +1,11 @@
 import json
+import re
 
 import pytest
 
 from dynamo.simulate import __main__ as command
+
+STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, 
     "argv",
     [
         ["plan", "--output"],
-        ["plan", "--plots"],
+        ["plan", "--report-json"],
         ["plan", "--write-profile"],
         ["replay", "--report-json"],
         ["replay", "--output"],
@@ -80,7 +83,7 @@ def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, 
         ["disagg", "--report-json"],
         ["tiers", "--report-json"],
         ["tiers", "--output"],
-        ["claims", "--output"],
+        ["claims", "--report-json"],
     ],
 )
 def test_output_that_cannot_be_written_is_refused_before_anything_is_simulated(
@@ -140,12 +143,45 @@ def test_synthetic_workload_needs_no_trace(capsys):
     assert "32 prefixes of 2048 tokens, 4 clients" in capsys.readouterr().out
 
 
+def test_table_on_a_narrow_terminal_shows_each_figure_whole(trace, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    command.main(["routing", "--trace", trace, "--policy", "estimated-ttft"])
+    printed = STYLES.sub("", capsys.readouterr().out)
+
+    assert "…" not in printed
+    assert "cached balance queue" in printed
+
+
+def test_routing_table_fits_into_80_columns(trace, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    command.main(["routing", "--trace", trace, "--policy", "consistent-hash,estimated-ttft"])
+
+    assert max(map(len, STYLES.sub("", capsys.readouterr().out).splitlines())) <= 80
+
+
+def test_nothing_but_the_table_is_printed_where_no_terminal_is(trace, capsys):
+    command.main(["routing", "--trace", trace, "--policy", "random"])
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["routing", "disagg", "plan", "replay", "tiers", "claims"])
+def test_help_of_a_simulation_names_its_command(name, capsys):
+    with pytest.raises(SystemExit):
+        command.main([name, "--help"])
+
+    usage = capsys.readouterr().out.partition("\n")[0]
+    assert usage == f"usage: python -m dynamo.simulate {name} [flags]"
+
+
 def test_disagg_prints_a_table_and_writes_a_plot(tmp_path, capsys):
     code = command.main(["disagg", "--concurrency", "4", "--output", str(tmp_path)])
 
     out = capsys.readouterr().out
     assert code == 0
-    assert [line.split()[:2] for line in out.splitlines() if "gregated " in line] == [
+    assert [line.split()[:2] for line in out.splitlines() if "disaggregated " in line] == [
         ["1", "disaggregated"],
         ["2", "disaggregated"],
     ]

@@ -25,7 +25,7 @@ def test_table_has_a_row_for_each_policy(capsys):
 
 def test_figures_are_written_as_json(tmp_path, capsys):
     file = tmp_path / "plan.json"
-    command.main(["plan", "--seeds", "1", "--policy", "load", "--output", str(file)])
+    command.main(["plan", "--seeds", "1", "--policy", "load", "--report-json", str(file)])
     rows = json.loads(file.read_text())
 
     assert [row["policy"] for row in rows] == ["load"]
@@ -34,7 +34,7 @@ def test_figures_are_written_as_json(tmp_path, capsys):
 
 def test_load_workers_and_service_level_are_drawn_over_time(tmp_path, capsys):
     argv = ["plan", "--trace", "idle", "--seeds", "1", "--policy", "predictive,fixed"]
-    code = command.main([*argv, "--fixed-workers", "2", "--plots", str(tmp_path)])
+    code = command.main([*argv, "--fixed-workers", "2", "--output", str(tmp_path)])
     names = sorted(path.name for path in tmp_path.iterdir())
     page = (tmp_path / "report.html").read_text()
 
@@ -74,7 +74,7 @@ def test_run_keeps_no_observation_after_its_decision():
 def test_injected_failures_are_answered_and_written_with_the_decisions(tmp_path, capsys):
     file = tmp_path / "plan.json"
     argv = ["plan", "--seeds", "1", "--policy", "predictive", "--kill", "100:prefill,200:decode"]
-    code = command.main([*argv, "--failing-starts", "1", "--output", str(file)])
+    code = command.main([*argv, "--failing-starts", "1", "--report-json", str(file)])
     (row,) = json.loads(file.read_text())
     kinds = [event["kind"] for event in row["events"]]
     texts = [event["text"] for event in row["events"]]

@@ -84,6 +84,14 @@ def test_prompt_with_an_image_has_blocks_of_its_own_from_there_on(tmp_path):
     assert len({*first, *with_image, *image_alone}) == 3 + 4 + 2
 
 
+def test_audit_log_in_the_directory_of_a_trace_is_left_out(tmp_path):
+    write(tmp_path / "load.jsonl", [row(1), row(9)])
+    audited = b'{"schema_version":1,"request_id":"r","model":"m","request":{},"response":{}}'
+    (tmp_path / "audit.jsonl").write_bytes(audited + b"\n")
+
+    assert len(recorded.read_traffic([tmp_path]).requests) == 2
+
+
 def test_rows_without_block_hashes_and_other_events_are_left_out(tmp_path):
     other = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "tool": {}}
     rows = [row(0), row(1, replay=None), other, row(2)]
@@ -210,7 +218,7 @@ def test_step_times_are_those_of_a_profile_at_the_length_of_the_recorded_sequenc
     flags = ["--trace", str(day), "--profile", str(tmp_path), "--policy"]
     figures, planned = tmp_path / "figures", tmp_path / "planned"
     replay(*flags, "random", "--report-json", figures)
-    command.main(["plan", *flags, "fixed", "--fixed-workers", "2", "--output", str(planned)])
+    command.main(["plan", *flags, "fixed", "--fixed-workers", "2", "--report-json", str(planned)])
 
     assert json.loads(figures.read_text())[1]["itl_s"]["p50"] < 0.01
     assert json.loads(planned.read_text())[0]["mean_latency"] < 0.1

@@ -132,7 +132,7 @@ def count_blocks(model: config.ModelConfig, settings: NativeConfig) -> int:
     if num_fitting < 1:
         raise errors.ConfigError(
             f"--kv-cache-memory-gb {settings.kv_cache_memory_gb:g} holds no block of"
-            f" {block_bytes / GIB:.3g} GiB; give more memory or a smaller --block-size"
+            f" {block_bytes / 2**20:.5g} MiB; give more memory or a smaller --block-size"
         )
     context_length = min(settings.max_model_len or model.max_context, model.max_context)
     num_usable = settings.max_num_seqs * -(-context_length // settings.block_size)

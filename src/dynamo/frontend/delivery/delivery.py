@@ -240,7 +240,7 @@ class Delivery(abc.ABC):
         self._close()
         self._meter.record_failure(error)
         if self.client.is_streaming:
-            _log_failure(error)
+            _log_failure(error, self.client)
             self.client.end(self.error_event(error))
         else:
             respond_error(self.client, error, self.prepared.dialect, self.prepared.headers)
@@ -356,7 +356,7 @@ def respond_error(
     headers: exchange.Headers = (),
 ) -> None:
     """Answer by an error; a temporary one carries Retry-After, in whole seconds."""
-    _log_failure(error)
+    _log_failure(error, client)
     if client.is_streaming:  # the client was told that it waits
         client.end(b"data: " + dialect.body_of(error) + b"\n\n")
         return
@@ -364,9 +364,9 @@ def respond_error(
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)
 
 
-def _log_failure(error: errors.DynamoError) -> None:
-    """Log an error that is not the client's fault, in which the client is told no names of inner processes."""
-    if not isinstance(error, errors.RequestError):
+def _log_failure(error: errors.DynamoError, client: exchange.Exchange) -> None:
+    """Log an error that is not the client's fault, unless it has gone: it is told no names of inner processes."""
+    if not isinstance(error, errors.RequestError) and not client.is_closed:
         kind = type(error).__name__
         _failures.warning(kind, "a request failed: %s: %s", kind, error)
 
