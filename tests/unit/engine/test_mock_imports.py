@@ -114,6 +114,25 @@ def test_import_of_overwritten_blocks_changes_the_answer():
     assert here.tokens() != expected
 
 
+def test_prefix_is_imported_beside_blocks_that_others_have_used():
+    """Those are computed here, so what they held before is no sign of a wrong copy."""
+    here, there = Engine(), Engine()
+    params = there.prefill(prompt(22))
+    there.submit("alone", prompt(22))
+    expected = there.tokens()
+    for seed in range(1, 9):  # others take all blocks
+        here.submit(f"other {seed}", prompt(40, seed))
+    here.run()
+    block_ids = params.remote.remote_block_ids[:2]
+    prefix = kv_params.with_remote(params, is_prefix=True, remote_block_ids=block_ids)
+    here.submit("r", prompt(22), prefix)
+    here.run()
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
+
+    assert here.tokens() == expected
+
+
 def test_aborted_import_frees_its_blocks_when_the_copy_ends():
     here, there = Engine(), Engine()
     here.submit("r", prompt(22), there.prefill(prompt(22)))

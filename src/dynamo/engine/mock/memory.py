@@ -61,9 +61,9 @@ class MockMemory(block_tables.BlockTables[MockChoice]):
         """Return True if no block that was copied for the choice has the hash of another block."""
         if self._names is None:
             return True
-        new = range(choice.num_committed, min(len(choice.sequence_hashes), len(choice.block_ids)))
-        copied = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
-        return all(name in (0, choice.sequence_hashes[i]) for i, name in copied.items())
+        first, end = choice.num_committed, -(-choice.num_computed // self.block_size)
+        copied = zip(choice.block_ids[first:end], choice.sequence_hashes[first:end], strict=False)
+        return all(self._names[block * self.block_size] in (0, name) for block, name in copied)
 
     def num_slots(self, choice: MockChoice) -> int:
         """Return the number of tokens for which the choice has blocks."""
