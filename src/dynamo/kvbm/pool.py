@@ -120,15 +120,9 @@ class DevicePool(Protocol):
 class BlockPool:
     """Mutable; one thread or loop owns it."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        events: EventLog | None = None,
-    ) -> None:
-        """Several tiers may share one log of `planes`."""
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.events = events or EventLog()
+        self.events = EventLog()  # of the tiers below, too
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack; the lowest id on top
         self._inactive: OrderedDict[int, None] = OrderedDict()  # released longest ago first
         self._num_references = [0] * num_blocks

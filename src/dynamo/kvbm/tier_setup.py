@@ -372,7 +372,9 @@ def identify_model(directory: Path) -> str:
     Training changes nearly all numbers of a matrix, so two checkpoints of one shape differ in it.
     """
     digest = xxhash.xxh3_128((directory / "config.json").read_bytes())
-    for path in sorted(each for each in directory.iterdir() if each.suffix in _WEIGHTS):
+    # neither a folder nor a link to nothing
+    weights = (each for each in directory.iterdir() if each.suffix in _WEIGHTS and each.is_file())
+    for path in sorted(weights):
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}".encode())
         with path.open("rb") as file:

@@ -231,6 +231,7 @@ class ReplicaSync:
 
     def _apply_snapshot(self, peer: _Peer, snapshot: SequenceSnapshot) -> None:
         self._free(peer.keys - {event.request_id for event in snapshot.requests})
+        peer.keys.clear()
         for event in snapshot.requests:
             self._apply_event(peer, event)
         peer.next_number, peer.is_asked = snapshot.next_number, False

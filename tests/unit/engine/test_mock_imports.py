@@ -25,7 +25,7 @@ class Engine:
         limits = BatchLimits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)
         self.batch = MockBatch(cycle, self.memory, limits)
 
-    def submit(self, request_id, prompt, params=None, max_tokens=4, n=1):
+    def submit(self, request_id, prompt, params=None, max_tokens=4, n=1, first_token=None):
         self.batch.submit(
             generate.Request(
                 id=request_id,
@@ -34,7 +34,8 @@ class Engine:
                 stop_conditions=generate.StopConditions(max_tokens=max_tokens),
                 sampling_options=generate.SamplingOptions(n=n),
                 kv_transfer_params=params,
-            )
+            ),
+            first_token,
         )
 
     def run(self):
@@ -112,6 +113,44 @@ def test_import_of_overwritten_blocks_changes_the_answer():
     here.batch.end_import(kv_import.import_id, is_copied=True)
 
     assert here.tokens() != expected
+
+
+def test_prefix_is_imported_beside_blocks_that_others_have_used():
+    """Those are computed here, so what they held before is no sign of a wrong copy."""
+    here, there = Engine(), Engine()
+    params = there.prefill(prompt(22))
+    there.submit("alone", prompt(22))
+    expected = there.tokens()
+    for seed in range(1, 9):  # others take all blocks
+        here.submit(f"other {seed}", prompt(40, seed))
+    here.run()
+    block_ids = params.remote.remote_block_ids[:2]
+    prefix = kv_params.with_remote(params, is_prefix=True, remote_block_ids=block_ids)
+    here.submit("r", prompt(22), prefix)
+    here.run()
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
+
+    assert here.tokens() == expected
+
+
+def test_first_token_fills_a_block_that_others_have_used_where_its_prompt_was_computed():
+    here, there = Engine(), Engine()
+    for seed in range(1, 9):  # others take all blocks
+        there.submit(f"other {seed}", prompt(40, seed))
+    there.run()
+    params = there.prefill(prompt(23))
+    here.submit("alone", prompt(23))
+    first, *expected = here.tokens()
+    here.batch.clear()
+    token = kv_transfer.FirstToken(first)
+    params = kv_params.with_remote(params, first_token=token)
+    here.submit("r", prompt(23), params, first_token=token)
+    here.run()
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
+
+    assert here.tokens() == expected
 
 
 def test_aborted_import_frees_its_blocks_when_the_copy_ends():

@@ -173,6 +173,25 @@ def test_numbers_drawn_are_uniform():
     assert np.abs(shares - 0.1).max() < 0.02
 
 
+class CountedBiases(dict):
+    """Biases that count how often their values are read."""
+
+    num_reads = 0
+
+    def values(self):
+        self.num_reads += 1
+        return super().values()
+
+
+def test_biases_are_read_for_the_first_token_only():
+    """They may be of all tokens of a large vocabulary."""
+    biases = CountedBiases({17: 100.0})
+    sequence, drawing = make_sequence(temperature=0, logit_bias=biases), sampler.Sampler()
+    drawn = [drawing.sample(LOGITS[None], [sequence])[0].token_id for _ in range(3)]
+
+    assert (drawn, biases.num_reads) == ([17, 17, 17], 1)
+
+
 def test_logit_bias_changes_the_drawn_token():
     assert sample(LOGITS.unsqueeze(0), make_sequence(temperature=0, logit_bias={17: 100.0}))[0] == (
         sampler.Sampled(token_id=17)

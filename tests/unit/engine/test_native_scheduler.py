@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
+from dynamo.engine.native import scheduler as schedulers
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
-from dynamo.engine.native.sequence import Paging, Sampled
+from dynamo.engine.native.sequence import Paging, Sampled, Sequence
 from dynamo.protocols import blocks, generate
 
 VOCABULARY = 5000
@@ -292,6 +293,27 @@ def test_load_counts_uncomputed_tokens_of_begun_prompts():
     assert left == [12, 4, 0, 0]
 
 
+def test_load_is_known_without_a_look_at_the_sequences_that_wait(monkeypatch):
+    engine, looks = Engine(), []
+    for number in range(10):
+        engine.submit(str(number), range(20), max_tokens=1, n=100)
+    monkeypatch.setattr(schedulers, "_num_uncomputed", looks.append)
+
+    assert engine.scheduler.load().worker_stats.active_prefill_tokens == 20_000
+    assert looks == []
+
+
+def test_choice_that_waits_is_aborted_without_a_look_at_the_others(monkeypatch):
+    engine, looks = Engine(), []
+    for number in range(10):
+        engine.submit(str(number), range(20), max_tokens=1, n=100)
+    monkeypatch.setattr(Sequence, "__eq__", lambda *both: looks.append(both))
+    engine.scheduler.abort("5")
+
+    assert engine.scheduler.load().worker_stats.num_requests_waiting == 900
+    assert looks == []
+
+
 def test_clear_drops_prefixes_and_running_requests_go_on():
     engine = Engine()
     engine.submit("a", range(10), max_tokens=9)
@@ -368,3 +390,4 @@ def test_every_sequence_gets_its_answer_under_random_operations(
     assert got == expected
     assert engine.paging.pool.num_active == 0
     assert engine.scheduler.load().worker_stats.num_requests_waiting == 0
+    assert engine.scheduler.load().worker_stats.active_prefill_tokens == 0

@@ -176,6 +176,15 @@ def test_file_beside_the_weights_need_not_be_what_its_name_says(tmp_path, conten
     assert tier_setup.identify_model(tmp_path / "model") != original
 
 
+def test_broken_link_and_directory_with_names_of_weights_are_no_weights(tmp_path):
+    """As in a hub's cache from which the large files that no engine reads were removed by hand."""
+    original = write_checkpoint(tmp_path / "model", [b"a"])
+    (tmp_path / "model" / "pytorch_model.bin").symlink_to(tmp_path / "removed")
+    (tmp_path / "model" / "earlier.pt").mkdir()
+
+    assert tier_setup.identify_model(tmp_path / "model") == original
+
+
 def test_host_tier_is_closed_again_if_the_disk_is_refused(tmp_path):
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     disk.mkdir()

@@ -253,3 +253,24 @@ async def test_snapshot_that_fails_costs_no_known_request_and_is_asked_for_again
 
     await there.until(known=False, lost=False, next=False)
     assert all(seen)
+
+
+async def test_request_that_ended_unheard_is_freed_by_one_snapshot_only(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    here.send("a")
+    await there.until(a=False)
+    plane = here.runtime.events
+    publish, plane.publish = plane.publish, lambda topic, _: plane._topics.take_number(topic)
+    here.sync.publish_free("a")
+    await asyncio.sleep(0)  # the turn of the loop after which it is published
+    plane.publish = publish
+    there.sync.request_snapshots()
+    await there.until()
+    freed = []
+
+    there.sync._apply = freed.append
+    there.sync.request_snapshots()
+    await asyncio.gather(*there.sync._tasks._running)
+
+    assert freed == []

@@ -58,12 +58,13 @@ class MockMemory(block_tables.BlockTables[MockChoice]):
         self._names, self._is_exported = names, is_exported
 
     def is_import_intact(self, choice: MockChoice) -> bool:
-        """Return True if no block that was copied for the choice has the hash of another block."""
+        """Return True if no full block of the prompt that was copied has the hash of another block."""
         if self._names is None:
             return True
-        new = range(choice.num_committed, min(len(choice.sequence_hashes), len(choice.block_ids)))
-        copied = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
-        return all(name in (0, choice.sequence_hashes[i]) for i, name in copied.items())
+        end = min(choice.num_computed + self.block_size - 1, choice.prompt_len) // self.block_size
+        full = slice(choice.num_committed, end)
+        copied = zip(choice.block_ids[full], choice.sequence_hashes[full], strict=False)
+        return all(self._names[block * self.block_size] in (0, name) for block, name in copied)
 
     def num_slots(self, choice: MockChoice) -> int:
         """Return the number of tokens for which the choice has blocks."""

@@ -66,6 +66,7 @@ class SamplingState:
         self.is_greedy = options.temperature < MIN_TEMPERATURE
         self.pool = choose_pool(options)
         self.num_logprobs = sequence.request.output_options.logprobs
+        self.biases: tuple[torch.Tensor, torch.Tensor] | None = None  # made once: perhaps of all
         self.min_tokens = stops.min_tokens
         self.may_end_at = math.inf if stops.ignore_eos else stops.min_tokens  # in output tokens
         has_grammar = sequence.grammar is not None  # then the grammar says when the answer ends
@@ -276,8 +277,7 @@ def _draw_grouped(
 
 
 def _take_likeliest(logits: torch.Tensor, _states: list[SamplingState]) -> list[int]:
-    token_ids: list[int] = logits.argmax(-1).tolist()
-    return token_ids
+    return list(logits.argmax(-1).tolist())
 
 
 def _draw_from_few(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
@@ -306,8 +306,7 @@ def _draw_from_likeliest(logits: torch.Tensor, states: list[SamplingState]) -> l
 def _draw_from_all(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     sums = _probabilities(logits, states).cumsum(-1, dtype=torch.float64)
     (uniform,) = _columns([(state.uniform,) for state in states], sums)
-    chosen: list[int] = _first_beyond(sums, uniform * sums[:, -1:]).squeeze(1).tolist()
-    return chosen
+    return list(_first_beyond(sums, uniform * sums[:, -1:]).squeeze(1).tolist())
 
 
 def _probabilities(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
@@ -352,8 +351,7 @@ def _draw_among(
     is_kept = (ranks < top_k) & ((sums - best < top_p * total) | (ranks == 0))
     num_kept = is_kept.sum(-1, keepdim=True)
     rank = _first_beyond(sums, uniform * sums.gather(1, num_kept - 1))
-    chosen: list[int] = token_ids.gather(1, rank).squeeze(1).tolist()
-    return chosen
+    return list(token_ids.gather(1, rank).squeeze(1).tolist())
 
 
 def _rows_that_need_more(best: torch.Tensor, states: list[SamplingState], size: int) -> list[int]:
@@ -383,8 +381,10 @@ def _first_beyond(sums: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _ban_and_bias(logits: torch.Tensor, state: SamplingState) -> None:
     """Change the logits of one row in place."""
     if bias := state.options.logit_bias:
-        token_ids = torch.tensor(list(bias), device=logits.device)
-        logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
+        if state.biases is None:
+            token_ids = torch.tensor(list(bias), device=logits.device)
+            state.biases = token_ids, logits.new_tensor(list(bias.values()))
+        logits.index_add_(0, *state.biases)
     if allowed := list(state.options.allowed_token_ids):
         kept = logits[allowed]
         logits.fill_(-torch.inf)

@@ -92,6 +92,7 @@ class Scheduler:
         self._limits = limits
         self._num_reserved = max(1, round(paging.pool.num_blocks * WATERMARK))
         self._waiting: list[Sequence] = []  # by rank
+        self._num_waiting_tokens = 0
         self._running: list[Sequence] = []  # by rank
         self._groups: dict[str, _SequenceGroup] = {}
         self._shared: sharing.SharedBlocks[Sequence] = sharing.SharedBlocks(
@@ -137,7 +138,7 @@ class Scheduler:
             )
             leader = leader or sequence
             group.open.append(sequence)
-            bisect.insort(self._waiting, sequence, key=_rank)
+            self._enqueue(sequence)
         if leader is not None and leader.remote is None:
             self._paging.prepare(leader)
 
@@ -310,7 +311,7 @@ class Scheduler:
         """Return the current load. Slots are sequences: a request has one for each choice."""
         # A decoding sequence has one uncomputed token, which is none of a prompt.
         begun = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
-        num_prefill_tokens = sum(begun) + sum(map(_num_uncomputed, self._waiting))
+        num_prefill_tokens = sum(begun) + self._num_waiting_tokens
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
@@ -337,7 +338,7 @@ class Scheduler:
                 return False
             self._paging.release(last)
             self._running.pop()
-            bisect.insort(self._waiting, last, key=_rank)
+            self._enqueue(last)
         return True
 
     def _admit(self, chunks: list[Chunk], num_left: int) -> None:
@@ -353,7 +354,7 @@ class Scheduler:
                 sequence, keep_free=self._num_reserved if self._running else 0
             ):
                 break
-            del self._waiting[i]
+            self._dequeue(i)
             if self._shared.begin_import(sequence) or self._paging.load(
                 sequence, is_engine_busy=bool(chunks), max_new=num_left
             ):
@@ -410,8 +411,18 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         if sequence in self._copying:
             return  # `_resume` frees its blocks
-        (self._running if sequence.block_ids else self._waiting).remove(sequence)
+        if sequence.block_ids:
+            self._running.remove(sequence)
+        else:
+            self._dequeue(bisect.bisect_left(self._waiting, sequence.rank, key=_rank))
         self._paging.release(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=_rank)
+        self._num_waiting_tokens += len(sequence.token_ids)
+
+    def _dequeue(self, position: int) -> None:
+        self._num_waiting_tokens -= len(self._waiting.pop(position).token_ids)
 
 
 def _num_uncomputed(sequence: Sequence) -> int:
