@@ -322,5 +322,5 @@ async def test_namespace_that_no_endpoint_could_have_is_refused(namespace):
     """A frontend took it, and waited for workers that could never come."""
     settings = RuntimeConfig(namespace=namespace, discovery_backend="memory")
 
-    with pytest.raises(errors.ConfigError, match="^--namespace .*: expected a-z, 0-9, - and _"):
+    with pytest.raises(errors.ConfigError, match=r"^--namespace .*: expected a-z, 0-9, - and _"):
         await DistributedRuntime.open(settings)
