@@ -21,7 +21,7 @@ _NO_GUIDES = (None,) * len(_GUIDES)
 _get_guides = operator.attrgetter(*_GUIDES)
 _ANY_OBJECT = '{"type":"object"}'
 _ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # of a property
-# The keywords of a schema whose values are schemas: by name, or one or a list of them.
+# Keywords of a schema with schemas as values: by name, or one or a list of them.
 _SCHEMA_TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 

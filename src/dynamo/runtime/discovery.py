@@ -37,7 +37,7 @@ class Delete:
 Change = Put | Delete
 OwnerCheck = Callable[[str, bytes], bool | None]
 """Tells whether the process that put this key and value answers us; None: unknown, ask again."""
-UNCONFIRMED_S = 10.0  # for which a lost key is kept while nobody knows whether its owner lives
+UNCONFIRMED_S = 10.0  # for which a lost key is kept while it is not known whether its owner lives
 REMOVED = b"\0removed"  # the last value of a key that its owner removes itself
 
 

@@ -41,7 +41,7 @@ def with_reachable_host(
     credentials = membership.read(settings, environ)
     if not (credentials.has_cluster_token or credentials.tls or credentials.is_insecure):
         if settings.request_plane == settings.event_plane == "nats" and not exports_blocks:
-            return settings  # nobody connects to it
+            return settings  # no process connects to it
         raise errors.ConfigError(
             f"{name} at {way.target} is on another host, and processes there cannot reach {own}: expected"
             f" DYN_TCP_RPC_HOST (it could be {way.source}), with a cluster token (--cluster-token-file) or certificates"
