@@ -88,12 +88,16 @@ def name_of(tool: dict[str, Any]) -> Any:
 
 
 def to_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool as a function: a custom one has a text as its only argument.
+    """Return the tool as a function without nulls: a custom one has a text as its only argument.
 
     The grammar of a custom tool is told to the model, and not enforced.
     """
     if tool["type"] != "custom":
-        return tool
+        function = tool["function"]
+        if None not in function.values():
+            return tool
+        given = {key: value for key, value in function.items() if value is not None}
+        return {**tool, "function": given}
     custom = tool["custom"]
     form = custom.get("format")
     grammar = form.get("grammar", form) if isinstance(form, dict) else {}
@@ -107,18 +111,18 @@ def to_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the functions with a type and properties of their parameters, which some templates read without a test."""
+    """Return the functions with all that some templates read without a test: a description and parameters."""
     return [
-        {**tool, "function": _with_properties(tool["function"])} if "function" in tool else tool
+        {**tool, "function": _complete_function(tool["function"])} if "function" in tool else tool
         for tool in tools
     ]
 
 
-def _with_properties(function: dict[str, Any]) -> dict[str, Any]:
-    parameters = function.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        return function
-    return {**function, "parameters": {"type": "object", "properties": {}, **parameters}}
+def _complete_function(function: dict[str, Any]) -> dict[str, Any]:
+    completed, parameters = {"description": "", **function}, function.get("parameters") or {}
+    if isinstance(parameters, dict):
+        completed["parameters"] = {"type": "object", "properties": {}, **parameters}
+    return completed
 
 
 def custom_input(arguments: str) -> str:

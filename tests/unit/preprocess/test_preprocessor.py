@@ -22,7 +22,7 @@ from dynamo.protocols import blocks, generate, model_errors
 CONTEXT = 400
 
 
-def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none"):
+def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none", tools="none"):
     return preprocessor.Preprocessor(
         tokenizer=tokenizer,
         chat_template=chat_templates.compiled(source),
@@ -30,7 +30,7 @@ def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none"):
         vocab_size=tokenizer.num_ids,
         eos_token_ids=(2,),
         defaults=options.GenerationDefaults(),
-        answer_format=formats.select_format("none", reasoning, ""),
+        answer_format=formats.select_format(tools, reasoning, ""),
     )
 
 
@@ -227,17 +227,27 @@ async def test_tool_without_properties_is_shown_by_a_template_that_reads_them(
     byte_level, parameters
 ):
     tools = [{"type": "function", "function": {"name": "now", **parameters}}]
-    model = preprocessor.Preprocessor(
-        tokenizer=byte_level,
-        chat_template=chat_templates.compiled(WITH_PROPERTIES),
-        context_length=CONTEXT,
-        vocab_size=byte_level.num_ids,
-        eos_token_ids=(2,),
-        defaults=options.GenerationDefaults(),
-        answer_format=formats.select_format("hermes", "none", ""),
-    )
+    model = made_of(byte_level, WITH_PROPERTIES, tools="hermes")
 
     assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == "now:object;"
+
+
+# As gpt-oss's and Llama's.
+WITH_DESCRIPTIONS = "{% for t in tools %}{{ '// ' + t.function.description }};{% endfor %}"
+WITH_JSON = "{% for t in tools %}{{ t.function | tojson }};{% endfor %}"
+
+
+@pytest.mark.parametrize("nulls", [{}, {"description": None, "parameters": None}])
+@pytest.mark.parametrize(
+    ("source", "prompt"), [(WITH_DESCRIPTIONS, "// ;"), (WITH_JSON, '{"name": "now"};')]
+)
+async def test_tool_may_lack_a_description_or_have_null_in_its_place(
+    byte_level, nulls, source, prompt
+):
+    tools = [{"type": "function", "function": {"name": "now", **nulls}}]
+    model = made_of(byte_level, source, tools="hermes")
+
+    assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == prompt
 
 
 # As those of GLM and MiniMax.
