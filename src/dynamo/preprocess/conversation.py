@@ -184,6 +184,31 @@ def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
     return start >= 0
 
 
+def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with at most one call in each, and its results behind it.
+
+    Some templates refuse several calls in a message, and others leave out all but the first.
+    """
+    groups: list[list[dict[str, Any]]] = []  # a call and its results, or a message without
+    by_call: dict[Any, list[dict[str, Any]]] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            if isinstance(call_id, str) and call_id in by_call:
+                by_call[call_id].append(message)
+                continue
+        else:
+            by_call = {}
+        if len(calls := message.get("tool_calls") or ()) < 2:
+            groups.append([message])
+            continue
+        for call in calls:
+            groups.append([{**message, "tool_calls": [call]}])
+            by_call[str(call.get("id"))] = groups[-1]
+            message = {"role": "assistant", "content": None}
+    return list(itertools.chain.from_iterable(groups))
+
+
 def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a list of parts in the place of each text, as some templates for images want them."""
     return [

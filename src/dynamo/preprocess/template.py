@@ -106,6 +106,7 @@ class ChatTemplate:
         self.reads_null = _NULL.search("\n".join(sources)) is not None and (
             self._takes_call(None) or not self._takes_call("")
         )
+        self.needs_single_calls = self._loses_calls()
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 
     def _shows(self, content: Any) -> bool:
@@ -115,12 +116,31 @@ class ChatTemplate:
 
     def _takes_call(self, content: str | None) -> bool:
         """Return whether the template takes a call with this content: some test for null, and fail behind the test."""
+        return self._try(self._with_tools, self._call_samples(["sample_1"], content)) is not None
+
+    def _loses_calls(self) -> bool:
+        """Return whether the template shows one call of a message, but fails with two, or leaves out the second."""
+        first, second = names = ["sample_1", "sample_2"]
+        empty = None if self.reads_null else ""
+        single, both = (
+            self._try(self._with_tools, self._call_samples(called, empty)) or ""
+            for called in ([first], names)
+        )
+        return first in single and second not in both
+
+    def _call_samples(self, names: Sequence[str], content: str | None) -> list[dict[str, Any]]:
+        """Return a conversation in which these tools are called at once."""
         arguments = "{}" if self.needs_text_arguments else {}
-        function = {"name": "call_sample", "arguments": arguments}
-        call = {"id": "a1b2c3d4e", "type": "function", "function": function}
-        question = {"role": "user", "content": _SAMPLE}
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        return self._try(self._with_tools, [question, answer]) is not None
+        functions = [{"name": name, "arguments": arguments} for name in names]
+        calls = [
+            {"id": f"a1b2c3d4{number}", "type": "function", "function": function}
+            for number, function in enumerate(functions)
+        ]
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": _SAMPLE} for call in calls
+        ]
+        return [{"role": "user", "content": _SAMPLE}, answer, *results]
 
     def _try(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str | None:
         """Return the prompt of these messages; None if the template fails."""

@@ -126,3 +126,36 @@ def test_brackets_in_strings_of_arguments_are_no_lists():
     code = json.dumps({"code": "{" * 400_000})
 
     conversation.check_messages([USER, calling(code)])
+
+
+def result_of(call_id, content="3"):
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_split_calls_are_followed_by_their_results():
+    turn, calls = calling("{}"), [{"id": name, "function": {"name": name}} for name in "abc"]
+    turn |= {"content": "Look", "tool_calls": calls}
+    stray, answer = result_of("x"), {"role": "assistant", "content": "Done"}
+    messages = [USER, turn, result_of("b"), result_of("a"), stray, result_of("a", "4"), answer]
+    before = copy.deepcopy(messages)
+
+    split = conversation.split_calls(messages)
+
+    assert split == [
+        USER,
+        {**turn, "tool_calls": calls[:1]},
+        result_of("a"),
+        result_of("a", "4"),
+        {"role": "assistant", "content": None, "tool_calls": calls[1:2]},
+        result_of("b"),
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
+        stray,
+        answer,
+    ]
+    assert messages == before
+
+
+def test_messages_with_one_call_each_are_not_split():
+    messages = [USER, calling("{}"), result_of("1"), calling("{}"), result_of("1"), USER]
+
+    assert conversation.split_calls(messages) == messages

@@ -232,6 +232,30 @@ async def test_tool_without_properties_is_shown_by_a_template_that_reads_them(
     assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == "now:object;"
 
 
+@pytest.mark.parametrize(
+    ("shown", "prompt"),
+    [("m.tool_calls", "Hi;sun,rain,;3;4;"), ("m.tool_calls[:1]", "Hi;sun,;3;rain,;4;")],
+)
+async def test_calls_of_one_message_are_several_only_for_a_template_that_shows_one_of_each(
+    byte_level, shown, prompt
+):
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% for call in "
+        + shown
+        + " %}{{ call.function.name }},{% endfor %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    calls = [called("a", "sun", "{}"), called("b", "rain", "{}")]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "3"},
+        {"role": "tool", "tool_call_id": "b", "content": "4"},
+    ]
+    model = made_of(byte_level, source)
+
+    assert (await model.prepare_conversation(chat(messages=messages), "r")).prompt == prompt
+
+
 # As gpt-oss's and Llama's.
 WITH_DESCRIPTIONS = "{% for t in tools %}{{ '// ' + t.function.description }};{% endfor %}"
 WITH_JSON = "{% for t in tools %}{{ t.function | tojson }};{% endfor %}"

@@ -408,6 +408,27 @@ def test_template_that_fails_behind_its_test_for_null_reads_none():
     assert not chat_templates.compiled(source).reads_null
 
 
+# As Llama's and gpt-oss's.
+READING_ONE = "{{ m.tool_calls[0].function.name }}"
+REFUSING_TWO = "{{ raise_exception('one at once') if m.tool_calls | length > 1 }}" + READING_ONE
+READING_ALL = "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("reading", "expected"),
+    [(REFUSING_TWO, True), (READING_ONE, True), (READING_ALL, False), ("", False)],
+)
+def test_template_that_does_not_take_two_calls_of_a_message_needs_single_ones(reading, expected):
+    source = "{% for m in messages if m.tool_calls %}" + reading + "{% endfor %}"
+
+    assert chat_templates.compiled(source).needs_single_calls is expected
+
+
+@pytest.mark.parametrize("source", [chat_templates.CHATML, chat_templates.MISTRAL])
+def test_template_that_shows_all_calls_or_none_needs_no_single_ones(source):
+    assert not chat_templates.compiled(source).needs_single_calls
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
