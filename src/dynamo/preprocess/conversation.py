@@ -184,6 +184,33 @@ def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
     return start >= 0
 
 
+def join_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return adapted messages with neighbours of one role joined, as some templates want; None if there are none.
+
+    Messages with calls and results of tools stay.
+    """
+    joined: list[dict[str, Any]] = []
+    for is_turn, group in itertools.groupby(messages, _turn_of):
+        run = list(group)
+        if is_turn and len(run) > 1:
+            contents = [message.get("content") for message in run]
+            texts = [content for content in contents if isinstance(content, str)]
+            parts = [part for content in contents for part in _parts_of(content)]
+            joined_content = "\n\n".join(texts) if len(texts) == len(run) else parts
+            run = [{**run[0], "content": joined_content}]
+        joined += run
+    return joined if len(joined) < len(messages) else None
+
+
+def _turn_of(message: dict[str, Any]) -> str | None:
+    role: str = message["role"]
+    return role if role in ("user", "assistant") and not message.get("tool_calls") else None
+
+
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
 def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with at most one call in each, and its results behind it.
 

@@ -187,23 +187,33 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._with_tools if tools else self._plain
-        form, prompt = conversation.lead_with_instructions(messages), None
         try:
             try:
-                prompt = await self._render(template, variables)
+                return await self._render_led(template, variables)
             except jinja2.TemplateError:
-                if form is None:
+                turns = conversation.lead_with_instructions(messages) or messages
+                if (joined := conversation.join_turns(turns)) is None:
                     raise
-            if prompt is not None and (
-                form is None or conversation.has_instructions(prompt, messages)
-            ):
-                return prompt
-            return await self._render(template, variables | {"messages": form})
+            return await self._render(template, variables | {"messages": joined})
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest.of_param(
                 "messages",
                 f"the model's chat template cannot take these: {error or type(error).__name__}",
             ) from error
+
+    async def _render_led(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Return the prompt, with all instructions in front if the template fails or leaves one out where it stands."""
+        messages = variables["messages"]
+        form = conversation.lead_with_instructions(messages)
+        try:
+            prompt = await self._render(template, variables)
+        except jinja2.TemplateError:
+            if form is None:
+                raise
+        else:
+            if form is None or conversation.has_instructions(prompt, messages):
+                return prompt
+        return await self._render(template, variables | {"messages": form})
 
     async def _render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         if self._is_trusted and self._was_quick:

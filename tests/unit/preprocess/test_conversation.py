@@ -159,3 +159,19 @@ def test_messages_with_one_call_each_are_not_split():
     messages = [USER, calling("{}"), result_of("1"), calling("{}"), result_of("1"), USER]
 
     assert conversation.split_calls(messages) == messages
+
+
+def test_joined_turns_have_the_text_or_parts_of_both():
+    image = {"role": "user", "content": [{"type": "image"}]}
+    text = {"type": "text", "text": "Hi"}
+
+    assert conversation.join_turns([USER, USER]) == [{**USER, "content": "Hi\n\nHi"}]
+    assert conversation.join_turns([USER, image, USER]) == [
+        {**USER, "content": [text, {"type": "image"}, text]}
+    ]
+
+
+def test_calls_and_results_are_not_joined():
+    messages = [USER, calling("{}"), result_of("1"), result_of("1"), calling("{}"), calling("{}")]
+
+    assert conversation.join_turns(messages) is None

@@ -89,6 +89,28 @@ def test_template_that_takes_no_instructions_refuses_them():
             render(refusing, messages)
 
 
+HELLO = {"role": "assistant", "content": "Hello."}
+
+
+def test_neighbours_of_one_role_are_joined_for_a_template_that_wants_turns():
+    said = USER["content"]
+    messages = [USER, USER, HELLO, HELLO, USER]
+
+    assert render(chat_templates.MISTRAL, messages) == (
+        f"<s>[INST] {said}\n\n{said}[/INST] Hello.\n\nHello.</s>[INST] {said}[/INST]"
+    )
+
+
+def test_instructions_among_neighbours_lead_for_a_template_that_wants_turns():
+    prompt = render(chat_templates.MISTRAL, [USER, REMINDER, USER])
+
+    assert prompt == f"<s>[INST] And brief.\n\n{USER['content']}\n\n{USER['content']}[/INST]"
+
+
+def test_neighbours_stay_apart_if_the_template_takes_them():
+    assert render("{% for m in messages %}{{ m.role }};{% endfor %}", [USER, USER]) == "user;user;"
+
+
 def test_special_tokens_are_variables_of_the_template():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}") == "<s>|</s>|False"
 
@@ -118,7 +140,7 @@ def test_generation_tag_changes_nothing():
 
 def test_exception_raised_by_the_template_is_an_invalid_request():
     with pytest.raises(errors.InvalidRequest, match="must alternate") as caught:
-        render(chat_templates.MISTRAL, [USER, USER])
+        render(chat_templates.MISTRAL, [HELLO, USER])
 
     assert caught.value.param == "messages"
 
