@@ -91,7 +91,9 @@ class ChatTemplate:
         self._with_tools = (
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
-        self.knows_developer = _DEVELOPER.search(source) is not None
+        self.knows_developer = _DEVELOPER.search(source) is not None and (
+            self._shows(_SAMPLE, "developer") or not self._shows(_SAMPLE, "system")
+        )
         self.needs_parts = (
             _PART_TYPE.search(source) is not None
             and "is string" not in source
@@ -109,9 +111,12 @@ class ChatTemplate:
         self.needs_single_calls = self._loses_calls()
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 
-    def _shows(self, content: Any) -> bool:
-        """Return whether the prompt of one message with this content has the sample text."""
-        prompt = self._try(self._plain, [{"role": "user", "content": content}])
+    def _shows(self, content: Any, role: str = "user") -> bool:
+        """Return whether the prompt of one message with this content, and a question behind, has the sample text."""
+        messages = [{"role": role, "content": content}]
+        if role != "user":
+            messages.append({"role": "user", "content": "a question"})
+        prompt = self._try(self._plain, messages)
         return prompt is not None and _SAMPLE in prompt
 
     def _takes_call(self, content: str | None) -> bool:

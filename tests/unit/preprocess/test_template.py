@@ -401,6 +401,16 @@ def test_template_that_speaks_of_developers_does_not_know_their_role():
     assert not chat_templates.compiled(source).knows_developer
 
 
+def test_template_that_leaves_a_developer_out_does_not_know_the_role():
+    """As one of DeepSeek-V3.2, which asks for the role to find the last turn."""
+    source = (
+        "{% for m in messages %}{% if m.role in ('user', 'developer') %}{% set last = loop.index0 %}{% endif %}"
+        "{% if m.role in ('system', 'user') %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    assert not chat_templates.compiled(source).knows_developer
+
+
 @pytest.mark.parametrize(
     "test",
     [
