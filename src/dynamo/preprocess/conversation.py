@@ -184,22 +184,29 @@ def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
     return start >= 0
 
 
-def join_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return adapted messages with neighbours of one role joined, as some templates want; None if there are none.
+def to_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return adapted messages as turns of user and assistant, as some templates want; None if they are that already.
 
-    Messages with calls and results of tools stay.
+    Neighbours of one role are joined, and a short answer, the one of Mistral's own client, stands between the result
+    of a tool and the words of the user.
     """
-    joined: list[dict[str, Any]] = []
-    for is_turn, group in itertools.groupby(messages, _turn_of):
+    turns: list[dict[str, Any]] = []
+    for role, group in itertools.groupby(messages, _turn_of):
         run = list(group)
-        if is_turn and len(run) > 1:
+        if role and len(run) > 1:
             contents = [message.get("content") for message in run]
             texts = [content for content in contents if isinstance(content, str)]
             parts = [part for content in contents for part in _parts_of(content)]
-            joined_content = "\n\n".join(texts) if len(texts) == len(run) else parts
-            run = [{**run[0], "content": joined_content}]
-        joined += run
-    return joined if len(joined) < len(messages) else None
+            joined = "\n\n".join(texts) if len(texts) == len(run) else parts
+            run = [{**run[0], "content": joined}]
+        if (
+            role == "user"
+            and turns
+            and (turns[-1]["role"] == "tool" or turns[-1].get("tool_calls"))
+        ):
+            turns.append({"role": "assistant", "content": "Understood."})
+        turns += run
+    return turns if turns != messages else None
 
 
 def _turn_of(message: dict[str, Any]) -> str | None:

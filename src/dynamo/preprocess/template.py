@@ -196,10 +196,10 @@ class ChatTemplate:
             try:
                 return await self._render_led(template, variables)
             except jinja2.TemplateError:
-                turns = conversation.lead_with_instructions(messages) or messages
-                if (joined := conversation.join_turns(turns)) is None:
+                led = conversation.lead_with_instructions(messages) or messages
+                if (turns := conversation.to_turns(led)) is None:
                     raise
-            return await self._render(template, variables | {"messages": joined})
+            return await self._render(template, variables | {"messages": turns})
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest.of_param(
                 "messages",

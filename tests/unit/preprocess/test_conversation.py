@@ -165,8 +165,8 @@ def test_joined_turns_have_the_text_or_parts_of_both():
     image = {"role": "user", "content": [{"type": "image"}]}
     text = {"type": "text", "text": "Hi"}
 
-    assert conversation.join_turns([USER, USER]) == [{**USER, "content": "Hi\n\nHi"}]
-    assert conversation.join_turns([USER, image, USER]) == [
+    assert conversation.to_turns([USER, USER]) == [{**USER, "content": "Hi\n\nHi"}]
+    assert conversation.to_turns([USER, image, USER]) == [
         {**USER, "content": [text, {"type": "image"}, text]}
     ]
 
@@ -174,4 +174,15 @@ def test_joined_turns_have_the_text_or_parts_of_both():
 def test_calls_and_results_are_not_joined():
     messages = [USER, calling("{}"), result_of("1"), result_of("1"), calling("{}"), calling("{}")]
 
-    assert conversation.join_turns(messages) is None
+    assert conversation.to_turns(messages) is None
+
+
+@pytest.mark.parametrize("results", [[result_of("1")], [result_of("1"), result_of("1")], []])
+def test_an_answer_stands_between_a_result_and_the_next_turn(results):
+    before = [{"role": "system", "content": "Be kind."}, USER, calling("{}"), *results]
+
+    assert conversation.to_turns([*before, USER, USER]) == [
+        *before,
+        {"role": "assistant", "content": "Understood."},
+        {**USER, "content": "Hi\n\nHi"},
+    ]

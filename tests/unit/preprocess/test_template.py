@@ -107,6 +107,32 @@ def test_instructions_among_neighbours_lead_for_a_template_that_wants_turns():
     assert prompt == f"<s>[INST] And brief.\n\n{USER['content']}\n\n{USER['content']}[/INST]"
 
 
+# As Mistral's with tools.
+ALTERNATING = """{%- set turn = namespace(number=0) %}
+{%- for m in messages %}
+{%- if m.role == "user" or (m.role == "assistant" and not m.tool_calls) %}
+{%- if (m.role == "user") != (turn.number % 2 == 0) %}{{ raise_exception("must alternate") }}{% endif %}
+{%- set turn.number = turn.number + 1 %}
+{%- endif %}
+{{- m.role }}:{{ m.content }};
+{%- endfor %}"""
+
+
+def test_user_may_speak_behind_a_result_to_a_template_that_wants_turns():
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "3"},
+        {"role": "user", "content": "Now?"},
+    ]
+
+    assert render(ALTERNATING, messages[:3]) == "user:Hi;assistant:;tool:3;"
+    assert render(ALTERNATING, messages) == (
+        "user:Hi;assistant:;tool:3;assistant:Understood.;user:Now?;"
+    )
+
+
 def test_neighbours_stay_apart_if_the_template_takes_them():
     assert render("{% for m in messages %}{{ m.role }};{% endfor %}", [USER, USER]) == "user;user;"
 
