@@ -88,12 +88,16 @@ def name_of(tool: dict[str, Any]) -> Any:
 
 
 def to_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool as a function: a custom one has a text as its only argument.
+    """Return the tool as a function without nulls: a custom one has a text as its only argument.
 
     The grammar of a custom tool is told to the model, and not enforced.
     """
     if tool["type"] != "custom":
-        return tool
+        function = tool["function"]
+        if None not in function.values():
+            return tool
+        given = {key: value for key, value in function.items() if value is not None}
+        return {**tool, "function": given}
     custom = tool["custom"]
     form = custom.get("format")
     grammar = form.get("grammar", form) if isinstance(form, dict) else {}
@@ -107,18 +111,18 @@ def to_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the functions with a type and properties of their parameters, which some templates read without a test."""
+    """Return the functions with all that some templates read without a test: a description and parameters."""
     return [
-        {**tool, "function": _with_properties(tool["function"])} if "function" in tool else tool
+        {**tool, "function": _complete_function(tool["function"])} if "function" in tool else tool
         for tool in tools
     ]
 
 
-def _with_properties(function: dict[str, Any]) -> dict[str, Any]:
-    parameters = function.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        return function
-    return {**function, "parameters": {"type": "object", "properties": {}, **parameters}}
+def _complete_function(function: dict[str, Any]) -> dict[str, Any]:
+    completed, parameters = {"description": "", **function}, function.get("parameters") or {}
+    if isinstance(parameters, dict):
+        completed["parameters"] = {"type": "object", "properties": {}, **parameters}
+    return completed
 
 
 def custom_input(arguments: str) -> str:
@@ -178,6 +182,65 @@ def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
         if start >= 0 and message.get("role") in _LEADING_ROLES:
             start = prompt.find(text_of(message.get("content")).strip(), start)
     return start >= 0
+
+
+def to_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return adapted messages as turns of user and assistant, as some templates want; None if they are that already.
+
+    Neighbours of one role are joined, and a short answer, the one of Mistral's own client, stands between the result
+    of a tool and the words of the user.
+    """
+    turns: list[dict[str, Any]] = []
+    for role, group in itertools.groupby(messages, _turn_of):
+        run = list(group)
+        if role and len(run) > 1:
+            contents = [message.get("content") for message in run]
+            texts = [content for content in contents if isinstance(content, str)]
+            parts = [part for content in contents for part in _parts_of(content)]
+            joined = "\n\n".join(texts) if len(texts) == len(run) else parts
+            run = [{**run[0], "content": joined}]
+        if (
+            role == "user"
+            and turns
+            and (turns[-1]["role"] == "tool" or turns[-1].get("tool_calls"))
+        ):
+            turns.append({"role": "assistant", "content": "Understood."})
+        turns += run
+    return turns if turns != messages else None
+
+
+def _turn_of(message: dict[str, Any]) -> str | None:
+    role: str = message["role"]
+    return role if role in ("user", "assistant") and not message.get("tool_calls") else None
+
+
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def split_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with at most one call in each, and its results behind it.
+
+    Some templates refuse several calls in a message, and others leave out all but the first.
+    """
+    groups: list[list[dict[str, Any]]] = []  # a call and its results, or a message without
+    by_call: dict[Any, list[dict[str, Any]]] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            if isinstance(call_id, str) and call_id in by_call:
+                by_call[call_id].append(message)
+                continue
+        else:
+            by_call = {}
+        if len(calls := message.get("tool_calls") or ()) < 2:
+            groups.append([message])
+            continue
+        for call in calls:
+            groups.append([{**message, "tool_calls": [call]}])
+            by_call[str(call.get("id"))] = groups[-1]
+            message = {"role": "assistant", "content": None}
+    return list(itertools.chain.from_iterable(groups))
 
 
 def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

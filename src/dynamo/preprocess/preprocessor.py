@@ -478,8 +478,11 @@ def _adapt_messages(
     request: inputs.Conversation, chat_template: template.ChatTemplate
 ) -> list[dict[str, Any]]:
     """Return the messages as this template expects them. Raises InvalidRequest."""
+    messages = request.messages
+    if chat_template.needs_single_calls:
+        messages = conversation.split_calls(messages)
     messages = conversation.adapt_for_template(
-        request.messages,
+        messages,
         knows_developer=chat_template.knows_developer,
         wants_text_arguments=chat_template.needs_text_arguments,
         reads_thinking=chat_template.reads_thinking,

@@ -91,7 +91,9 @@ class ChatTemplate:
         self._with_tools = (
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
-        self.knows_developer = _DEVELOPER.search(source) is not None
+        self.knows_developer = _DEVELOPER.search(source) is not None and (
+            self._shows(_SAMPLE, "developer") or not self._shows(_SAMPLE, "system")
+        )
         self.needs_parts = (
             _PART_TYPE.search(source) is not None
             and "is string" not in source
@@ -106,21 +108,44 @@ class ChatTemplate:
         self.reads_null = _NULL.search("\n".join(sources)) is not None and (
             self._takes_call(None) or not self._takes_call("")
         )
+        self.needs_single_calls = self._loses_calls()
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 
-    def _shows(self, content: Any) -> bool:
-        """Return whether the prompt of one message with this content has the sample text."""
-        prompt = self._try(self._plain, [{"role": "user", "content": content}])
+    def _shows(self, content: Any, role: str = "user") -> bool:
+        """Return whether the prompt of one message with this content, and a question behind, has the sample text."""
+        messages = [{"role": role, "content": content}]
+        if role != "user":
+            messages.append({"role": "user", "content": "a question"})
+        prompt = self._try(self._plain, messages)
         return prompt is not None and _SAMPLE in prompt
 
     def _takes_call(self, content: str | None) -> bool:
         """Return whether the template takes a call with this content: some test for null, and fail behind the test."""
+        return self._try(self._with_tools, self._call_samples(["sample_1"], content)) is not None
+
+    def _loses_calls(self) -> bool:
+        """Return whether the template shows one call of a message, but fails with two, or leaves out the second."""
+        first, second = names = ["sample_1", "sample_2"]
+        empty = None if self.reads_null else ""
+        single, both = (
+            self._try(self._with_tools, self._call_samples(called, empty)) or ""
+            for called in ([first], names)
+        )
+        return first in single and second not in both
+
+    def _call_samples(self, names: Sequence[str], content: str | None) -> list[dict[str, Any]]:
+        """Return a conversation in which these tools are called at once."""
         arguments = "{}" if self.needs_text_arguments else {}
-        function = {"name": "call_sample", "arguments": arguments}
-        call = {"id": "a1b2c3d4e", "type": "function", "function": function}
-        question = {"role": "user", "content": _SAMPLE}
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        return self._try(self._with_tools, [question, answer]) is not None
+        functions = [{"name": name, "arguments": arguments} for name in names]
+        calls = [
+            {"id": f"a1b2c3d4{number}", "type": "function", "function": function}
+            for number, function in enumerate(functions)
+        ]
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": _SAMPLE} for call in calls
+        ]
+        return [{"role": "user", "content": _SAMPLE}, answer, *results]
 
     def _try(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str | None:
         """Return the prompt of these messages; None if the template fails."""
@@ -167,23 +192,33 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._with_tools if tools else self._plain
-        form, prompt = conversation.lead_with_instructions(messages), None
         try:
             try:
-                prompt = await self._render(template, variables)
+                return await self._render_led(template, variables)
             except jinja2.TemplateError:
-                if form is None:
+                led = conversation.lead_with_instructions(messages) or messages
+                if (turns := conversation.to_turns(led)) is None:
                     raise
-            if prompt is not None and (
-                form is None or conversation.has_instructions(prompt, messages)
-            ):
-                return prompt
-            return await self._render(template, variables | {"messages": form})
+            return await self._render(template, variables | {"messages": turns})
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest.of_param(
                 "messages",
                 f"the model's chat template cannot take these: {error or type(error).__name__}",
             ) from error
+
+    async def _render_led(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Return the prompt, with all instructions in front if the template fails or leaves one out where it stands."""
+        messages = variables["messages"]
+        form = conversation.lead_with_instructions(messages)
+        try:
+            prompt = await self._render(template, variables)
+        except jinja2.TemplateError:
+            if form is None:
+                raise
+        else:
+            if form is None or conversation.has_instructions(prompt, messages):
+                return prompt
+        return await self._render(template, variables | {"messages": form})
 
     async def _render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         if self._is_trusted and self._was_quick:

@@ -126,3 +126,63 @@ def test_brackets_in_strings_of_arguments_are_no_lists():
     code = json.dumps({"code": "{" * 400_000})
 
     conversation.check_messages([USER, calling(code)])
+
+
+def result_of(call_id, content="3"):
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_split_calls_are_followed_by_their_results():
+    turn, calls = calling("{}"), [{"id": name, "function": {"name": name}} for name in "abc"]
+    turn |= {"content": "Look", "tool_calls": calls}
+    stray, answer = result_of("x"), {"role": "assistant", "content": "Done"}
+    messages = [USER, turn, result_of("b"), result_of("a"), stray, result_of("a", "4"), answer]
+    before = copy.deepcopy(messages)
+
+    split = conversation.split_calls(messages)
+
+    assert split == [
+        USER,
+        {**turn, "tool_calls": calls[:1]},
+        result_of("a"),
+        result_of("a", "4"),
+        {"role": "assistant", "content": None, "tool_calls": calls[1:2]},
+        result_of("b"),
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
+        stray,
+        answer,
+    ]
+    assert messages == before
+
+
+def test_messages_with_one_call_each_are_not_split():
+    messages = [USER, calling("{}"), result_of("1"), calling("{}"), result_of("1"), USER]
+
+    assert conversation.split_calls(messages) == messages
+
+
+def test_joined_turns_have_the_text_or_parts_of_both():
+    image = {"role": "user", "content": [{"type": "image"}]}
+    text = {"type": "text", "text": "Hi"}
+
+    assert conversation.to_turns([USER, USER]) == [{**USER, "content": "Hi\n\nHi"}]
+    assert conversation.to_turns([USER, image, USER]) == [
+        {**USER, "content": [text, {"type": "image"}, text]}
+    ]
+
+
+def test_calls_and_results_are_not_joined():
+    messages = [USER, calling("{}"), result_of("1"), result_of("1"), calling("{}"), calling("{}")]
+
+    assert conversation.to_turns(messages) is None
+
+
+@pytest.mark.parametrize("results", [[result_of("1")], [result_of("1"), result_of("1")], []])
+def test_an_answer_stands_between_a_result_and_the_next_turn(results):
+    before = [{"role": "system", "content": "Be kind."}, USER, calling("{}"), *results]
+
+    assert conversation.to_turns([*before, USER, USER]) == [
+        *before,
+        {"role": "assistant", "content": "Understood."},
+        {**USER, "content": "Hi\n\nHi"},
+    ]

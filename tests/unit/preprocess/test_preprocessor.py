@@ -22,7 +22,7 @@ from dynamo.protocols import blocks, generate, model_errors
 CONTEXT = 400
 
 
-def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none"):
+def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none", tools="none"):
     return preprocessor.Preprocessor(
         tokenizer=tokenizer,
         chat_template=chat_templates.compiled(source),
@@ -30,7 +30,7 @@ def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none"):
         vocab_size=tokenizer.num_ids,
         eos_token_ids=(2,),
         defaults=options.GenerationDefaults(),
-        answer_format=formats.select_format("none", reasoning, ""),
+        answer_format=formats.select_format(tools, reasoning, ""),
     )
 
 
@@ -227,17 +227,51 @@ async def test_tool_without_properties_is_shown_by_a_template_that_reads_them(
     byte_level, parameters
 ):
     tools = [{"type": "function", "function": {"name": "now", **parameters}}]
-    model = preprocessor.Preprocessor(
-        tokenizer=byte_level,
-        chat_template=chat_templates.compiled(WITH_PROPERTIES),
-        context_length=CONTEXT,
-        vocab_size=byte_level.num_ids,
-        eos_token_ids=(2,),
-        defaults=options.GenerationDefaults(),
-        answer_format=formats.select_format("hermes", "none", ""),
-    )
+    model = made_of(byte_level, WITH_PROPERTIES, tools="hermes")
 
     assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == "now:object;"
+
+
+@pytest.mark.parametrize(
+    ("shown", "prompt"),
+    [("m.tool_calls", "Hi;sun,rain,;3;4;"), ("m.tool_calls[:1]", "Hi;sun,;3;rain,;4;")],
+)
+async def test_calls_of_one_message_are_several_only_for_a_template_that_shows_one_of_each(
+    byte_level, shown, prompt
+):
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% for call in "
+        + shown
+        + " %}{{ call.function.name }},{% endfor %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    calls = [called("a", "sun", "{}"), called("b", "rain", "{}")]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "3"},
+        {"role": "tool", "tool_call_id": "b", "content": "4"},
+    ]
+    model = made_of(byte_level, source)
+
+    assert (await model.prepare_conversation(chat(messages=messages), "r")).prompt == prompt
+
+
+# As gpt-oss's and Llama's.
+WITH_DESCRIPTIONS = "{% for t in tools %}{{ '// ' + t.function.description }};{% endfor %}"
+WITH_JSON = "{% for t in tools %}{{ t.function | tojson }};{% endfor %}"
+
+
+@pytest.mark.parametrize("nulls", [{}, {"description": None, "parameters": None}])
+@pytest.mark.parametrize(
+    ("source", "prompt"), [(WITH_DESCRIPTIONS, "// ;"), (WITH_JSON, '{"name": "now"};')]
+)
+async def test_tool_may_lack_a_description_or_have_null_in_its_place(
+    byte_level, nulls, source, prompt
+):
+    tools = [{"type": "function", "function": {"name": "now", **nulls}}]
+    model = made_of(byte_level, source, tools="hermes")
+
+    assert (await model.prepare_conversation(chat(tools=tools), "r")).prompt == prompt
 
 
 # As those of GLM and MiniMax.

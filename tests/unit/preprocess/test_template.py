@@ -89,6 +89,54 @@ def test_template_that_takes_no_instructions_refuses_them():
             render(refusing, messages)
 
 
+HELLO = {"role": "assistant", "content": "Hello."}
+
+
+def test_neighbours_of_one_role_are_joined_for_a_template_that_wants_turns():
+    said = USER["content"]
+    messages = [USER, USER, HELLO, HELLO, USER]
+
+    assert render(chat_templates.MISTRAL, messages) == (
+        f"<s>[INST] {said}\n\n{said}[/INST] Hello.\n\nHello.</s>[INST] {said}[/INST]"
+    )
+
+
+def test_instructions_among_neighbours_lead_for_a_template_that_wants_turns():
+    prompt = render(chat_templates.MISTRAL, [USER, REMINDER, USER])
+
+    assert prompt == f"<s>[INST] And brief.\n\n{USER['content']}\n\n{USER['content']}[/INST]"
+
+
+# As Mistral's with tools.
+ALTERNATING = """{%- set turn = namespace(number=0) %}
+{%- for m in messages %}
+{%- if m.role == "user" or (m.role == "assistant" and not m.tool_calls) %}
+{%- if (m.role == "user") != (turn.number % 2 == 0) %}{{ raise_exception("must alternate") }}{% endif %}
+{%- set turn.number = turn.number + 1 %}
+{%- endif %}
+{{- m.role }}:{{ m.content }};
+{%- endfor %}"""
+
+
+def test_user_may_speak_behind_a_result_to_a_template_that_wants_turns():
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "3"},
+        {"role": "user", "content": "Now?"},
+    ]
+
+    assert render(ALTERNATING, messages[:3]) == "user:Hi;assistant:;tool:3;"
+    assert render(ALTERNATING, messages) == (
+        "user:Hi;assistant:;tool:3;assistant:Understood.;user:Now?;"
+    )
+
+
+def test_neighbours_stay_apart_if_the_template_takes_them():
+    assert render("{% for m in messages %}{{ m.role }};{% endfor %}", [USER, USER]) == "user;user;"
+
+
 def test_special_tokens_are_variables_of_the_template():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}") == "<s>|</s>|False"
 
@@ -118,7 +166,7 @@ def test_generation_tag_changes_nothing():
 
 def test_exception_raised_by_the_template_is_an_invalid_request():
     with pytest.raises(errors.InvalidRequest, match="must alternate") as caught:
-        render(chat_templates.MISTRAL, [USER, USER])
+        render(chat_templates.MISTRAL, [HELLO, USER])
 
     assert caught.value.param == "messages"
 
@@ -379,6 +427,16 @@ def test_template_that_speaks_of_developers_does_not_know_their_role():
     assert not chat_templates.compiled(source).knows_developer
 
 
+def test_template_that_leaves_a_developer_out_does_not_know_the_role():
+    """As one of DeepSeek-V3.2, which asks for the role to find the last turn."""
+    source = (
+        "{% for m in messages %}{% if m.role in ('user', 'developer') %}{% set last = loop.index0 %}{% endif %}"
+        "{% if m.role in ('system', 'user') %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    assert not chat_templates.compiled(source).knows_developer
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -406,6 +464,27 @@ def test_template_that_fails_behind_its_test_for_null_reads_none():
     )
 
     assert not chat_templates.compiled(source).reads_null
+
+
+# As Llama's and gpt-oss's.
+READING_ONE = "{{ m.tool_calls[0].function.name }}"
+REFUSING_TWO = "{{ raise_exception('one at once') if m.tool_calls | length > 1 }}" + READING_ONE
+READING_ALL = "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("reading", "expected"),
+    [(REFUSING_TWO, True), (READING_ONE, True), (READING_ALL, False), ("", False)],
+)
+def test_template_that_does_not_take_two_calls_of_a_message_needs_single_ones(reading, expected):
+    source = "{% for m in messages if m.tool_calls %}" + reading + "{% endfor %}"
+
+    assert chat_templates.compiled(source).needs_single_calls is expected
+
+
+@pytest.mark.parametrize("source", [chat_templates.CHATML, chat_templates.MISTRAL])
+def test_template_that_shows_all_calls_or_none_needs_no_single_ones(source):
+    assert not chat_templates.compiled(source).needs_single_calls
 
 
 @pytest.mark.parametrize(
