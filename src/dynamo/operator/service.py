@@ -22,7 +22,7 @@ from dynamo.operator.work_queue import KeyQueue
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.runtime.http import exchange, server
 
-_NUM_WORKERS = 4
+_NUM_WORKERS = 64  # most wait: a pod behind a network policy holds one for seconds at each look
 _MISSING_KIND_S = 300.0  # between two looks whether an optional kind has been installed
 _MISSING_DEFINITION_S = 10.0  # the same of a kind that the operator needs
 _OPTIONAL = ("LeaderWorkerSet", "PodCliqueSet", "VirtualService")

@@ -681,6 +681,35 @@ async def test_download_of_a_worker_is_shown_while_it_goes_on(server, cluster):
         await until(lambda: says("pod p loads its model"))
 
 
+async def test_pods_that_do_not_answer_hold_up_no_other_deployment(server, cluster, monkeypatch):
+    has_ended = asyncio.Event()
+
+    async def call_pod(*_, **__):
+        await has_ended.wait()
+        raise errors.Unavailable("no answer")
+
+    monkeypatch.setattr(pod_calls, "call_pod", call_pod)
+    async with running(server):
+        for number in range(12):
+            await cluster.create(make_graph(f"g{number}", services={"Decode": worker()}))
+            name = f"g{number}-decode"
+            deployment = await until(lambda name=name: cluster.get("apps/v1", "Deployment", name))
+            labels = deployment["spec"]["template"]["metadata"]["labels"]
+            main = {"name": "main", "started": True, "state": {"running": {}}}
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "namespace": "default", "labels": labels},
+                "spec": {"containers": [{"name": "main"}]},
+                "status": {"podIP": "10.0.0.1", "containerStatuses": [main]},
+            }
+            server.put_object(pod)
+        await cluster.create(make_graph())
+
+        assert await until(lambda: cluster.get("apps/v1", "Deployment", "g-decode"))
+        has_ended.set()
+
+
 @contextlib.asynccontextmanager
 async def played_worker(adapters, refusals):
     """Serve the routes of a worker's adapters; yield the port. `refusals` hold as long as there are any."""

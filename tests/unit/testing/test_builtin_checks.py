@@ -42,6 +42,17 @@ def test_pods_of_a_workload_are_always_restarted(plural):
     assert findings("apps", plural, {**spec, "template": template()}) == []
 
 
+def test_labels_of_pods_and_hosts_of_ingresses_are_checked():
+    labels = {**LABELS, "team": "a b"}
+    spec = {"selector": SELECTOR, "template": {**template(), "metadata": {"labels": labels}}}
+    (finding,) = findings("apps", "deployments", spec)
+    rules = [{"host": host} for host in ("*.a.example", "My_Host")]
+    (host,) = findings("networking.k8s.io", "ingresses", {"rules": rules})
+
+    assert finding.startswith('spec.template.labels: Invalid value: "a b": a valid label must be')
+    assert host.startswith('spec.rules[1].host: Invalid value: "My_Host": a lowercase RFC 1123')
+
+
 def test_pods_of_a_job_are_not_always_restarted():
     spec = {"selector": SELECTOR, "template": template()}
 

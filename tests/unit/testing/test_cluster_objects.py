@@ -9,6 +9,7 @@ from dynamo.testing.kube import (
     builtin_rules,
     failures,
     garbage,
+    protobuf,
     resources,
     rights,
     services,
@@ -390,3 +391,63 @@ async def test_one_odd_object_leaves_the_table_of_the_others(http):
     assert made.status_code == 201, made.text
     assert [row["cells"][-1] for row in shown.json()["rows"]] == ["odd"]
     assert tables.age("2026-01-01") == "<invalid>"
+
+
+def encode(*fields):
+    """Return a protobuf message of numbered fields: numbers, texts or messages of fewer than 128 bytes."""
+    encoded = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            encoded += bytes([number << 3, value])
+        else:
+            content = value if isinstance(value, bytes) else value.encode()
+            encoded += bytes([number << 3 | 2, len(content)]) + content
+    return encoded
+
+
+NUMBERED_PORT = encode((1, 0), (2, 90), (3, ""))
+NAMED_PORT = encode((1, 1), (2, 0), (3, "http"))
+RULE = encode((1, "get"), (2, ""), (3, "pods"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (
+            "Service",
+            [(2, encode((1, encode((3, 80), (4, NUMBERED_PORT)))))],
+            {"spec": {"ports": [{"port": 80, "targetPort": 90}]}},
+        ),
+        (
+            "Service",
+            [(2, encode((1, encode((3, 80), (4, NAMED_PORT)))))],
+            {"spec": {"ports": [{"port": 80, "targetPort": "http"}]}},
+        ),
+        (
+            "Role",
+            [(2, RULE)],
+            {"rules": [{"verbs": ["get"], "apiGroups": [""], "resources": ["pods"]}]},
+        ),
+        (
+            "RoleBinding",
+            [
+                (2, encode((1, "ServiceAccount"), (2, ""), (3, "a"), (4, "ns"))),
+                (3, encode((1, "rbac.authorization.k8s.io"), (2, "Role"), (3, "r"))),
+            ],
+            {
+                "subjects": [{"kind": "ServiceAccount", "name": "a", "namespace": "ns"}],
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "r"},
+            },
+        ),
+    ],
+)
+def test_objects_that_kubectl_create_makes_are_read(kind, fields, expected):
+    item = encode((1, encode((1, "x"))), *fields)
+    body = protobuf.MAGIC + encode((2, item))
+
+    assert protobuf.decode(body, "v1", kind) == {
+        "apiVersion": "v1",
+        "kind": kind,
+        "metadata": {"name": "x"},
+        **expected,
+    }

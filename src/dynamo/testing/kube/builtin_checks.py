@@ -11,6 +11,7 @@ from dynamo.testing.kube import (
     builtin_rules,
     container_checks,
     failures,
+    metadata,
     pod_volumes,
     resources,
     rules,
@@ -156,6 +157,8 @@ def _check_addresses(status: Object) -> Iterator[failures.FieldError]:
 
 def _check_ingress(spec: Object) -> Iterator[failures.FieldError]:
     for n, rule in enumerate(spec.get("rules") or ()):
+        if host := (rule.get("host") or "").removeprefix("*."):
+            yield from metadata.check_subdomain(host, f"spec.rules[{n}].host")
         for m, path in enumerate((rule.get("http") or {}).get("paths") or ()):
             if not path.get("pathType"):
                 field = f"spec.rules[{n}].http.paths[{m}].pathType"
@@ -199,6 +202,7 @@ def _check_workload(spec: Object, old: Object | None, plural: str) -> Iterator[f
         shown = json.dumps(labels, separators=(",", ":"))
         text = "`selector` does not match template `labels`"
         yield failures.invalid_value("spec.template.metadata.labels", shown, text)
+    yield from metadata.check_labels(labels or {}, "spec.template.labels")
     if old is not None and plural == "statefulsets":
         before, after = (
             {name: part for name, part in each.items() if name not in _CHANGEABLE_OF_STATEFUL_SET}

@@ -1,6 +1,6 @@
 """Request bodies in protobuf, which `kubectl create TYPE` sends; answers are always JSON.
 
-Only the fields that kubectl's generators set are known; see `_MESSAGES`.
+Only the kinds and fields that kubectl's generators set most are known; see `_MESSAGES`.
 """
 
 import base64
@@ -35,6 +35,23 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "AutoscalerSpec": {
         1: ("scaleTargetRef", "Target"), 2: ("minReplicas", "n"), 3: ("maxReplicas", "n"), 4: ("metrics", "*Metric"),
     },
+    "Service": {1: ("metadata", "Meta"), 2: ("spec", "ServiceSpec")},
+    "ServiceSpec": {
+        1: ("ports", "*ServicePort"), 2: ("selector", "ms"), 3: ("clusterIP", "s"), 4: ("type", "s"),
+        10: ("externalName", "s"),
+    },
+    "ServicePort": {1: ("name", "s"), 2: ("protocol", "s"), 3: ("port", "n"), 4: ("targetPort", "IntOrString")},
+    "IntOrString": {2: ("n", "n"), 3: ("s", "s")},
+    "Role": {1: ("metadata", "Meta"), 2: ("rules", "*Rule")},
+    "ClusterRole": {1: ("metadata", "Meta"), 2: ("rules", "*Rule")},
+    "Rule": {
+        1: ("verbs", "*s"), 2: ("apiGroups", "*s"), 3: ("resources", "*s"), 4: ("resourceNames", "*s"),
+        5: ("nonResourceURLs", "*s"),
+    },
+    "RoleBinding": {1: ("metadata", "Meta"), 2: ("subjects", "*Subject"), 3: ("roleRef", "RoleRef")},
+    "ClusterRoleBinding": {1: ("metadata", "Meta"), 2: ("subjects", "*Subject"), 3: ("roleRef", "RoleRef")},
+    "Subject": {1: ("kind", "s"), 2: ("apiGroup", "s"), 3: ("name", "s"), 4: ("namespace", "s")},
+    "RoleRef": {1: ("apiGroup", "s"), 2: ("kind", "s"), 3: ("name", "s")},
     "SelfSubjectAccessReview": {2: ("spec", "SelfReview")},
     "SelfReview": {1: ("resourceAttributes", "Attributes")},
     "Attributes": {
@@ -118,4 +135,5 @@ def _decode_value(kind: str, value: Any) -> Any:
         return base64.b64encode(value).decode()
     if kind == "n":
         return value
-    return _decode_message(kind, value)
+    item = _decode_message(kind, value)
+    return item.get("s", item.get("n", 0)) if kind == "IntOrString" else item
