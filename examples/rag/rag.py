@@ -17,7 +17,12 @@ TIMEOUT_S = 120
 
 def ask(url: str, path: str, body: dict) -> dict:
     """Return the answer of the API, or end the program with its error."""
-    answer = httpx.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
+    try:
+        answer = httpx.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
+    except httpx.ConnectError as error:
+        sys.exit(
+            f"no frontend answers at {url} ({error}): start one, or name its address with --url"
+        )
     if answer.is_error:
         sys.exit(f"{path}: {answer.json()['error']['message']}")
     return answer.json()
@@ -63,4 +68,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, httpx.HTTPError) as error:
+        sys.exit(f"rag.py: {error}")

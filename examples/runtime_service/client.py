@@ -10,7 +10,7 @@ async def main(runtime: DistributedRuntime):
     endpoint = runtime.namespace("example").component("greeter").endpoint("greet")
     client = await endpoint.client()
     await client.wait_for_instances()
-    for name in sys.argv[1:]:
+    for name in sys.argv[1:] or ["world"]:
         async for item in await client.round_robin({"name": name}):
             print(item.data()["word"])
 

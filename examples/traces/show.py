@@ -97,7 +97,10 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=2.0, help="seconds without a new span")
     options = parser.parse_args()
     Handler.spans = spans = Spans()
-    listening = server.ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    try:
+        listening = server.ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    except OSError as error:
+        parser.error(f"--port {options.port}: {error.strerror}")
     threading.Thread(target=listening.serve_forever, daemon=True).start()
     print(f"listening on http://127.0.0.1:{options.port}/v1/traces", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

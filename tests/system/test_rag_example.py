@@ -4,6 +4,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 from deployment import MODEL
 
@@ -40,7 +41,18 @@ def test_question_is_answered_by_the_nearest_passages(deployment, tmp_path):
     assert len(passages) == 2
     assert len(done.stdout.splitlines()) > len(passages)
 
+    absent = str(tmp_path / "absent.txt")
+    assert run(frontend, question, absent).stderr.startswith("rag.py: [Errno 2] No such file")
     failed = run(frontend, "--embed-model", MODEL, question, str(notes))
     assert failed.returncode == 1
     assert "/v1/embeddings: " in failed.stderr
     assert "makes no embeddings" in failed.stderr
+
+
+def test_frontend_that_does_not_answer_is_named_in_one_line(tmp_path, unused_tcp_port):
+    nowhere = types.SimpleNamespace(url=f"http://127.0.0.1:{unused_tcp_port}")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("Rain falls.")
+
+    (line,) = run(nowhere, "Where?", str(notes)).stderr.splitlines()
+    assert line.startswith(f"no frontend answers at {nowhere.url} (")

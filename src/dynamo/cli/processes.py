@@ -107,13 +107,18 @@ def stop(options: StopConfig) -> int:
 
 def show_logs(options: LogsConfig) -> int:
     """Print the log, and with --follow what comes until it ends or Ctrl-C. Raises ConfigError."""
+    kept_names = ", ".join(sorted(path.stem for path in state.directory().glob("*.log")))
+    if options.name is None and kept_names and not state.running():
+        raise errors.ConfigError(
+            f"no `dynamo serve` runs here; expected the name of one whose log is kept: {kept_names}"
+        )
     name = options.name if options.name is not None else state.find(None).name
     path = state.log_path(name)
     try:
         file = _open_log(path)
     except OSError as error:
         raise errors.ConfigError(
-            f"no log of {name} ({error.strerror}): expected a name that `dynamo ps` shows"
+            f"no log of {name} ({error.strerror}): expected one of {kept_names or 'none'}"
         ) from None
     try:
         sys.stdout.writelines(deque(file, options.tail or None))

@@ -543,6 +543,17 @@ def test_what_cannot_be_listed_is_served_all_the_same(home, capsys):
     assert "`dynamo ps` will not list this" in capsys.readouterr().err
 
 
+def test_logs_of_those_that_have_ended_are_named(home):
+    for name in ("y", "x"):
+        with state.logged(name):
+            print("ready", file=main.sys.stderr)
+
+    with pytest.raises(errors.ConfigError, match=r"runs here; .* whose log is kept: x, y"):
+        processes.show_logs(processes.LogsConfig())
+    with pytest.raises(errors.ConfigError, match=r"no log of z .*: expected one of x, y"):
+        processes.show_logs(processes.LogsConfig(name="z"))
+
+
 def test_log_is_bounded(home, monkeypatch, capsys):
     monkeypatch.setattr(state, "LOG_BYTES", 10)
     with state.logged("x"):
