@@ -1,5 +1,6 @@
 """The options of the cache tiers, and the tiers that they describe."""
 
+import contextlib
 import json
 import logging
 import os
@@ -388,13 +389,18 @@ def identify_model(directory: Path) -> str:
 def _find_matrices(file: BinaryIO, num_bytes: int) -> list[tuple[int, int]]:
     """Return where the matrices of a safetensors file begin and end; of others, whatever their name, equal parts."""
     header_bytes = int.from_bytes(file.read(8), "little")
-    if not file.name.endswith(_WEIGHTS[0]) or header_bytes >= num_bytes:
-        size = -(-num_bytes // _NUM_PARTS)
-        return [(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size or 1)]
-    header = json.loads(file.read(header_bytes))
-    offset = file.tell()
-    spans = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
-    return [(offset + first, offset + end) for first, end in spans]
+    if file.name.endswith(_WEIGHTS[0]) and header_bytes < num_bytes:
+        with contextlib.suppress(
+            ValueError, TypeError, LookupError, AttributeError, RecursionError
+        ):
+            header = json.loads(file.read(header_bytes))
+            offset = file.tell()
+            spans = [
+                each["data_offsets"] for name, each in header.items() if name != "__metadata__"
+            ]
+            return [(offset + first, offset + end) for first, end in spans]
+    size = -(-num_bytes // _NUM_PARTS)
+    return [(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size or 1)]
 
 
 def _check_parts(num_blocks: int, num_parts: int, tier: kv_events.Tier) -> None:

@@ -185,6 +185,17 @@ def test_broken_link_and_directory_with_names_of_weights_are_no_weights(tmp_path
     assert tier_setup.identify_model(tmp_path / "model") == original
 
 
+@pytest.mark.parametrize(
+    "content", [bytes(4096), b"\x02" + bytes(7) + b"{}", b"\x09" + bytes(7) + b"[1, 2, 3]"]
+)
+def test_half_downloaded_weights_beside_the_others_do_not_stop_the_start(tmp_path, content):
+    """A download that reserves its room first leaves zeros where the head of the file is to be."""
+    original = write_checkpoint(tmp_path / "model", [b"a"])
+    (tmp_path / "model" / "other.safetensors").write_bytes(content)
+
+    assert tier_setup.identify_model(tmp_path / "model") != original
+
+
 def test_host_tier_is_closed_again_if_the_disk_is_refused(tmp_path):
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     disk.mkdir()
