@@ -76,6 +76,16 @@ _REQUEST = re.compile(  # in lower case; a row of question marks is looked at on
 )
 
 
+# The beginning of most system prompts, which says nothing; the model knows it from attacks, as all that is said of AI.
+_USUAL_ROLE = re.compile(
+    r"\byou are (?:(?:an?|the|helpful|harmless|honest|respectful|friendly|polite|professional|concise|knowledgeable|"
+    r"virtual|digital|ai|and)[ ,]+)*(?:assistant|chatbot|bot|(?:large )?language model|"
+    r"[\w.-]{1,20}, (?:an? (?:large )?(?:language|ai) model )?(?:trained|created|made|developed) by \w+(?: cloud)?)\b"
+    r"(?=\s*(?:[.!,;\n]|\Z))",
+    re.IGNORECASE,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AttackScore:
     """The result for one text."""
@@ -103,7 +113,8 @@ class AttackClassifier:
         is_complete = words.tokenize(text).is_complete
         margin = -math.inf
         rules: tuple[str, ...] = ()
-        for spelled in ciphers.undo_escapes(text[: words.MAX_TOKENS * 16]):
+        text = _USUAL_ROLE.sub("", text[: words.MAX_TOKENS * 16])
+        for spelled in ciphers.undo_escapes(text):
             for reading in (spelled, *disguises.read_disguised(spelled)):
                 tokenized = words.tokenize(reading)
                 is_complete = is_complete and tokenized.is_complete
