@@ -21,6 +21,7 @@ _READ_S = 5.0
 _COUNTS = ("workers", "in flight", "req/s", "tok/s", "TTFT ms", "ITL ms", "cached", "queued")
 _COLUMNS = ("model", *_COUNTS)
 _WORKERS = "dynamo_frontend_model_workers"
+_NO_MODEL = "unknown"  # label of requests that name no model that there is
 Samples = Mapping[tuple[str, str], float]  # by metric and model
 
 
@@ -110,13 +111,16 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
             count = grown(f"{name}_count", model)
             return f"{1e3 * grown(f'{name}_sum', model) / count:.1f}" if count else "–"
 
+        num_requests = grown("requests_total")
+        if model == _NO_MODEL and not num_requests:
+            continue
         prompt_tokens = grown("input_sequence_tokens_sum")
         rows.append(
             (
                 model,
                 f"{after.get((_WORKERS, model), 0):.0f}",
                 f"{after.get(('dynamo_frontend_inflight_requests', model), 0):.0f}",
-                f"{grown('requests_total') / elapsed_s:.1f}",
+                f"{num_requests / elapsed_s:.1f}",
                 f"{grown('output_tokens_total') / elapsed_s:.1f}",
                 mean_ms("time_to_first_token_seconds"),
                 mean_ms("inter_token_latency_seconds"),

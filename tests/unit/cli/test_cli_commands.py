@@ -658,6 +658,15 @@ def test_top_names_an_address_where_no_frontend_answers(monkeypatch, text):
         top.read("http://h")
 
 
+def test_top_lists_requests_of_no_model_only_while_there_are_some():
+    total = 'dynamo_frontend_requests_total{{model="{}"}} {}\n'
+    before = top.parse(total.format("m", 1) + total.format("unknown", 5))
+    now = top.parse(total.format("m", 1) + total.format("unknown", 6))
+
+    assert [row[0] for row in top.compare(before, before, 1.0)] == ["m"]
+    assert [row[0] for row in top.compare(before, now, 1.0)] == ["m", "unknown"]
+
+
 def test_top_compares_two_readings():
     text = """# HELP x
 dynamo_frontend_requests_total{endpoint="a",model="m",status="success"} 4
