@@ -252,7 +252,10 @@ class Classifiers(_Section, frozen=True, kw_only=True):
 
 
 class PromptGuard(_Section, frozen=True, kw_only=True):
-    """The guard against attacks, for every decision that does not say otherwise."""
+    """The guard against attacks, for every decision that does not say otherwise.
+
+    It does not read the messages of `trusted_roles`, where an application alone writes them.
+    """
 
     enabled: bool = False
     model_id: str = ""
@@ -264,6 +267,7 @@ class PromptGuard(_Section, frozen=True, kw_only=True):
     mode: GuardMode = "enforce"
     route_to: str | None = None
     on_error: OnError = "pass"
+    trusted_roles: tuple[Literal["system", "developer"], ...] = ()
 
 
 class EncoderSettings(_Section, frozen=True, kw_only=True):

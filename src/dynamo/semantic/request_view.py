@@ -7,7 +7,7 @@ parts of other kinds (images) are noted and passed on.
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ _ID_FIELDS = ("id", "tool_call_id", "tool_use_id", "call_id")
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
 _ANY_VALUES = ("documents", "chat_template_kwargs", "chat_template_args")
-_OTHER_FIELDS = ("system", "instructions", "suffix", *_ANY_VALUES)
+_SYSTEM_FIELDS = ("system", "instructions")  # a system prompt, in APIs that keep it apart
+_OTHER_FIELDS = (*_SYSTEM_FIELDS, "suffix", *_ANY_VALUES)
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
@@ -131,19 +132,26 @@ class RequestView:
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
         Of many texts the first are joined: to read many costs no more than to read a long one.
         """
-        texts = [*self._single_texts, *(_join_short(_parts_of(each)) for each in self.messages)]
-        texts += [_join_short(_parts(value)) for value in self._other_values.values()]
-        if isinstance(template := self.fields.get("chat_template"), str):
-            texts += [template, *_strings(self.messages)]  # it may write what no other does
-        return _join_first([text for text in texts if text])
+        return self._list_texts(self.messages, self._other_values)
 
-    @cached_property
-    def _single_texts(self) -> list[str]:
-        """Return the texts, each as often as the request has it."""
-        texts = [text for message in self.messages for text in _texts(message)]
-        for name, value in self._other_values.items():
-            texts += _strings(value) if name in _ANY_VALUES else _texts(value)
-        return texts
+    def texts_beside(self, roles: Collection[str]) -> list[str]:
+        """Return the texts without those of messages with these roles; all, if the request brings a template."""
+        if not roles or isinstance(self.fields.get("chat_template"), str):
+            return self.texts
+        left_out = _SYSTEM_FIELDS if "system" in roles else ()
+        others = {name: text for name, text in self._other_values.items() if name not in left_out}
+        messages = [each for each in self.messages if each.get("role") not in roles]
+        return self._list_texts(messages, others)
+
+    def _list_texts(
+        self, messages: Sequence[dict[str, Any]], other_values: Mapping[str, Any]
+    ) -> list[str]:
+        texts = _list_single_texts(messages, other_values)
+        texts += [_join_short(_parts_of(each)) for each in messages]
+        texts += [_join_short(_parts(value)) for value in other_values.values()]
+        if isinstance(template := self.fields.get("chat_template"), str):
+            texts += [template, *_strings(messages)]  # it may write what no other does
+        return _join_first([text for text in texts if text])
 
     @cached_property
     def _other_values(self) -> dict[str, Any]:
@@ -200,7 +208,8 @@ class RequestView:
     @property
     def least_context(self) -> int:
         """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
-        prompt = sum(map(len, self._single_texts)) // _CHARACTERS_PER_TOKEN
+        texts = _list_single_texts(self.messages, self._other_values)
+        prompt = sum(map(len, texts)) // _CHARACTERS_PER_TOKEN
         limits = (self.fields.get(name) for name in _OUTPUT_LIMITS)
         return prompt + next((limit for limit in limits if isinstance(limit, int)), 0)
 
@@ -239,6 +248,16 @@ def _without_marks(value: Any) -> Any:
 def text_of(message: dict[str, Any]) -> str:
     """Return the text of a message; parts are joined by blank lines."""
     return "\n\n".join(text for text in _texts(message.get("content")) if text)
+
+
+def _list_single_texts(
+    messages: Sequence[dict[str, Any]], other_values: Mapping[str, Any]
+) -> list[str]:
+    """Return the texts, each as often as the request has it."""
+    texts = [text for message in messages for text in _texts(message)]
+    for name, value in other_values.items():
+        texts += _strings(value) if name in _ANY_VALUES else _texts(value)
+    return texts
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -188,7 +188,7 @@ class SemanticRouter:
         }
         texts = {
             encoder_labels.DOMAIN: [view.user_text] if view.user_text else [],
-            encoder_labels.ATTACK: view.texts,
+            encoder_labels.ATTACK: view.texts_beside(self.settings.prompt_guard.trusted_roles),
             encoder_labels.PII: view.texts,
         }
         inputs = self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
@@ -269,9 +269,13 @@ class SemanticRouter:
         """Let the guards read the request; return the model that one of them sends it to."""
         explanation = outcome.explanation
         plugins = self.loaded.plugins.get(explanation.decision, {})
+        prompt_guard = self.settings.prompt_guard
         verdicts = (
             guards.check_attack(
-                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), classifiers
+                view.texts_beside(prompt_guard.trusted_roles),
+                prompt_guard,
+                plugins.get("jailbreak"),
+                classifiers,
             ),
             guards.check_pii(
                 view.texts,

@@ -159,6 +159,47 @@ def test_attack_and_card_are_found_anywhere_in_a_long_text(filler, place):
     assert unguarded.route(chat(f"{SUM} {text}"), {}).answer is not None
 
 
+TRUSTING = semantic_configs.CONFIG.replace(
+    "{enabled: true, threshold: 0.7}",
+    "{enabled: true, threshold: 0.7, trusted_roles: [system, developer]}",
+)
+USER = {"role": "user", "content": "Good morning"}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        ("chat", {"messages": [{"role": "system", "content": ATTACK}, USER]}),
+        ("chat", {"messages": [{"role": "developer", "content": ATTACK}, USER]}),
+        ("messages", {"system": ATTACK, "messages": [USER]}),
+        ("responses", {"instructions": ATTACK, "input": "Good morning"}),
+    ],
+)
+def test_system_prompts_that_the_application_writes_are_not_read_if_it_says_so(api, fields):
+    body = msgspec.json.encode({"model": "MoM", **fields})
+
+    assert make_router().route(body, {}, api=api).answer is not None
+    assert make_router(TRUSTING).route(body, {}, api=api).answer is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": ATTACK}]},
+        {"messages": [USER, {"role": "tool", "tool_call_id": "1", "content": ATTACK}]},
+        {"messages": [USER], "chat_template_kwargs": {"note": ATTACK}},
+        {
+            "messages": [{"role": "system", "content": ATTACK}, USER],
+            "chat_template": "{{ messages }}",
+        },
+    ],
+)
+def test_what_users_and_tools_say_is_read_beside_trusted_system_prompts(fields):
+    body = msgspec.json.encode({"model": "MoM", **fields})
+
+    assert make_router(TRUSTING).route(body, {}).answer is not None
+
+
 def test_observed_guard_changes_nothing_but_the_headers():
     text = semantic_configs.CONFIG.replace(
         "{enabled: true, threshold: 0.7}", "{enabled: true, mode: observe}"
