@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import httpx
@@ -44,6 +45,7 @@ class Terminal:
 
     def __init__(self, deployment, *arguments):
         self._terminal, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 300))  # no line that is awaited is broken
         self._process = subprocess.Popen(
             [sys.executable, "-c", IN_TERMINAL, *DYNAMO, "run", *arguments],
             env=deployment.environ,
