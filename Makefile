@@ -196,8 +196,12 @@ train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (T
 	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS)) $(if $(NAMES),--names $(NAMES))
 	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
 
-train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; BUDGET=2700 seconds of one core)
-	@mkdir -p run && $(BIN)/python -m training.semantic.encoder --base $(BASE) --state run/semantic-encoder.pt --minutes 1000 --budget $(or $(BUDGET),2700) $(if $(TEXTS),--texts $(TEXTS))
+train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile twice, and take the mean (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; two hours of one core)
+	@mkdir -p run && for recipe in whole hidden; do \
+	  $(BIN)/python -m training.semantic.encoder --recipe $$recipe --base $(BASE) --minutes 1000 \
+	    --state run/semantic-encoder-$$recipe.pt --out run/semantic-encoder-$$recipe $(if $(TEXTS),--texts $(TEXTS)) || exit 1; \
+	done
+	@$(BIN)/python -m training.semantic.encoder_mean run/semantic-encoder-whole run/semantic-encoder-hidden --out src/dynamo/semantic/classifiers/weights/exact
 	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request, and the chain behind the real Envoy (REQUESTS=10000)

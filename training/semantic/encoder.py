@@ -5,6 +5,7 @@
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import time
@@ -31,7 +32,7 @@ FIRST_LAYER = 1  # with adapters: below it nothing has to be differentiated
 NAME_LABELS = ("O", "B-PERSON", "I-PERSON", "B-STREET_ADDRESS", "I-STREET_ADDRESS")
 SIZES = (64, 128, 128, 192)  # tokens of a window of a long text, drawn for each batch
 BATCH_TOKENS = 1536
-TASKS, SHARES = ("domain", "attack", "names"), (0.42, 0.3, 0.28)  # of the batches
+TASKS = ("domain", "attack", "names")
 LORA_RATE, HEAD_RATE = 1e-3, 3e-3
 NUM_UNMARKED = 1500  # exam questions without marks, and as many harmless requests
 UNMARKED_WEIGHT = 0.15  # of a token in a text without marks: it may be a name
@@ -41,6 +42,23 @@ FRAMED_SHARE = 0.5  # of the requests from frames and around programs
 CHECKPOINT_S = 300.0  # CPU-seconds between two writes of the state
 OUT = train.OUT / "exact"
 LEFT_OUT = (*train.LEFT_OUT, "bipia-clean")  # documents of which some hide an instruction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """A way to train; what ships is the mean of both (`encoder_mean`)."""
+
+    shares: Sequence[float]  # of the batches, by task
+    most_hidden: Sequence[
+        float
+    ]  # of the tokens of a text, by task: the share is drawn from 0 to this
+    cpu_seconds: float
+
+
+RECIPES = {
+    "whole": Recipe((0.42, 0.3, 0.28), (0.0, 0.0, 0.0), 2700.0),
+    "hidden": Recipe((0.5, 0.32, 0.18), (0.15, 0.15, 0.4), 5000.0),
+}
 
 
 class LoraLinear(torch.nn.Module):
@@ -101,7 +119,9 @@ class Samples:
         self, source: Path, tokenizer: tokenizers.Tokenizer, classes: Sequence[str]
     ) -> None:
         self._tokenizer = tokenizer
-        self._cls, self._sep = (tokenizer.token_to_id(sign) for sign in ("[CLS]", "[SEP]"))
+        self._cls, self._sep, self._hidden = (
+            tokenizer.token_to_id(sign) for sign in ("[CLS]", "[SEP]", "[MASK]")
+        )
         draw = random.Random(SEED)
         self.by_task: dict[str, list[Sample]] = {
             "domain": list(self._read_domain(source, classes, draw)),
@@ -154,14 +174,26 @@ class Samples:
             weight = UNMARKED_WEIGHT if spans is None else 1.0
             yield one.ids, label_tokens(one.offsets, spans or ()), weight
 
-    def batches(self, draw: random.Random) -> Iterator[tuple[str, torch.Tensor, ...]]:
+    def batches(
+        self, draw: random.Random, recipe: Recipe
+    ) -> Iterator[tuple[str, torch.Tensor, ...]]:
         """Yield task, ids, mask, labels and weights, without end."""
+        most_hidden = dict(zip(TASKS, recipe.most_hidden, strict=True))
         queues: dict[str, list[list[Sample]]] = {task: [] for task in TASKS}
         while True:
-            task = draw.choices(TASKS, SHARES)[0]
+            task = draw.choices(TASKS, recipe.shares)[0]
             if not queues[task]:
                 queues[task] = self._cut_epoch(task, draw)
-            yield task, *self._pack(queues[task].pop())
+            yield task, *self._pack(self._hide(queues[task].pop(), most_hidden[task], draw))
+
+    def _hide(self, batch: Sequence[Sample], most: float, draw: random.Random) -> list[Sample]:
+        """Return the texts with some tokens hidden, others each time, so that none is learnt by heart."""
+        hidden = []
+        for ids, label, weight in batch:
+            share = most * draw.random()
+            ids = [self._hidden if draw.random() < share else token_id for token_id in ids]
+            hidden.append((ids, label, weight))
+        return hidden
 
     def _cut_epoch(self, task: str, draw: random.Random) -> list[list[Sample]]:
         """Return one epoch as batches of texts of similar length, in random order."""
@@ -250,9 +282,12 @@ def main() -> None:
         "--state", type=Path, required=True, help="file to resume from and write to"
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="wall time of this piece")
-    parser.add_argument("--budget", type=float, default=1500.0, help="CPU-seconds of all pieces")
+    parser.add_argument("--recipe", choices=RECIPES, default="hidden")
+    parser.add_argument("--budget", type=float, help="CPU-seconds of all pieces (the recipe's)")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    recipe = RECIPES[arguments.recipe]
+    arguments.budget = arguments.budget or recipe.cpu_seconds
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     classes = sorted({row["category"] for row in texts.read(arguments.texts, "domain_train")})
@@ -260,14 +295,16 @@ def main() -> None:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     model = ExactModel(arguments.base, classes)
-    is_done = _train(model, Samples(arguments.texts, tokenizer, classes), arguments)
+    is_done = _train(model, Samples(arguments.texts, tokenizer, classes), arguments, recipe)
     if is_done:
         calibrate(model, tokenizer, arguments.texts)
     write(model, classes, arguments.out)
     print("the budget is used" if is_done else "to be resumed")
 
 
-def _train(model: ExactModel, samples: Samples, arguments: argparse.Namespace) -> bool:
+def _train(
+    model: ExactModel, samples: Samples, arguments: argparse.Namespace, recipe: Recipe
+) -> bool:
     """Train until the piece or the budget ends; return whether the budget ended."""
     lora = [p for n, p in model.named_parameters() if "lora_" in n]
     groups = [
@@ -287,7 +324,7 @@ def _train(model: ExactModel, samples: Samples, arguments: argparse.Namespace) -
     losses: dict[str, list[float]] = {task: [] for task in TASKS}
     start = time.process_time()
     model.train()
-    for task, *parts in samples.batches(draw):
+    for task, *parts in samples.batches(draw, recipe):
         total = used + time.process_time() - start
         if total - saved >= CHECKPOINT_S:
             _save(model, optimiser, total, step, arguments.state)
