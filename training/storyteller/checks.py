@@ -10,7 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from training.storyteller.first_questions import KEPT_BACK, KEPT_BACK_LATER, KNOWN, holds
+from training.storyteller.first_questions import (
+    KEPT_BACK,
+    KEPT_BACK_LATER,
+    KEPT_BACK_OF_QUICK_STARTS,
+    KNOWN,
+    holds,
+)
 from training.storyteller.grammar import (
     copying,
     documents,
@@ -34,7 +40,7 @@ RECALL_KINDS = ("name", "kind", "trait", "home", "item", "friend", "threat", "sp
 FAR_QUESTIONS = (
     "How do I change a bicycle tyre?",
     "What is the best way to learn the guitar?",
-    "Who painted the Mona Lisa?",
+    "Who composed the Moonlight Sonata?",
     "Which team won yesterday?",
     "Can you recommend a good restaurant?",
     "What does my horoscope say?",
@@ -47,7 +53,7 @@ FAR_QUESTIONS = (
     "When was the printing press invented?",
     "What is the chemical formula of salt?",
     "How do I remove a stain from a carpet?",
-    "Who wrote Romeo and Juliet?",
+    "Who invented the telephone?",
 )
 # Tools of people seldom answer in JSON.
 PLAIN_RESULTS = ("It is noon.", "It is sunny.", "The red door is open.", "Everything went well.")
@@ -247,6 +253,7 @@ def _first_questions() -> Iterator[Check]:
         "first questions": KNOWN,
         "first questions, kept back": KEPT_BACK,
         "first questions, kept back later": KEPT_BACK_LATER,
+        "first questions, of quick starts, kept back": KEPT_BACK_OF_QUICK_STARTS,
     }
     for group, questions in groups.items():
         for question, expected in questions.items():

@@ -3,7 +3,7 @@
 import json
 
 from training.storyteller import first_questions
-from training.storyteller.grammar import first_words, memory
+from training.storyteller.grammar import first_words, memory, quick_starts, refusals
 from training.storyteller.grammar.dice import Dice
 
 VALUES = {"name": "Ann", "age": 30, "city": "Paris", "job": "baker"}
@@ -11,13 +11,14 @@ VALUES = {"name": "Ann", "age": 30, "city": "Paris", "job": "baker"}
 
 def exchanges(count=1500):
     return [
-        [message.content for message in first_words.draw_exchange(Dice(f"test/{number}"))]
+        [message.content for message in draw(Dice(f"test/{number}"))]
         for number in range(count)
+        for draw in (first_words.draw_exchange, quick_starts.draw_exchange)
     ]
 
 
 def test_programs_compile_and_haikus_have_three_lines():
-    for code in first_words.PROGRAMS.values():
+    for code in [*first_words.PROGRAMS.values(), *quick_starts.PROGRAMS.values()]:
         compile(code, "program", "exec")
     assert {haiku.count("\n") for haiku in first_words.HAIKUS.values()} == {2}
 
@@ -29,7 +30,11 @@ def test_greetings_have_as_many_words_as_asked():
 
 def test_kept_back_questions_are_never_drawn():
     drawn = {asked.lower().rstrip(".?!") for asked, _ in exchanges(6000)}
-    questions = [*first_questions.KEPT_BACK, *first_questions.KEPT_BACK_LATER]
+    questions = [
+        *first_questions.KEPT_BACK,
+        *first_questions.KEPT_BACK_LATER,
+        *first_questions.KEPT_BACK_OF_QUICK_STARTS,
+    ]
     kept_back = {question.lower().rstrip(".?!") for question in questions}
 
     assert len(drawn) > 500
@@ -43,9 +48,24 @@ def test_drawn_answers_hold_what_a_good_answer_must_say():
         if asked in first_questions.KNOWN and "haiku" not in asked
     ]
 
-    assert len(judged) > 20
+    assert len(judged) > 30
     for asked, answered in judged:
         assert first_questions.holds(answered, first_questions.KNOWN[asked]), asked
+
+
+def test_terms_that_are_explained_are_not_refused_elsewhere():
+    explained = {term.removeprefix("a ").lower() for term in quick_starts.TERMS}
+
+    assert not explained & {subject.lower() for subject in refusals.SUBJECTS}
+
+
+def test_completions_go_on_from_what_they_begin_with():
+    for number in range(100):
+        text = quick_starts.draw_completion(Dice(f"test/{number}"))
+        assert any(
+            text == begun + rest and rest.strip()
+            for begun, rest in quick_starts.COMPLETIONS.items()
+        )
 
 
 def test_asked_name_was_told_before():

@@ -13,6 +13,7 @@ from training.storyteller.grammar import (
     facts,
     first_words,
     memory,
+    quick_starts,
     refusals,
     science,
     smalltalk,
@@ -52,6 +53,7 @@ WEIGHT_BY_SEGMENT: dict[Segment, float] = {
     memory.draw_unknown: 0.4,
     memory.draw_told_and_asked: 9,
     first_words.draw_exchange: 40,
+    quick_starts.draw_exchange: 40,
 }
 SHORT_TOPICS: tuple[Segment, ...] = (
     facts.draw_exchange,
@@ -60,6 +62,7 @@ SHORT_TOPICS: tuple[Segment, ...] = (
     smalltalk.draw_exchange,
     facts.draw_yes_or_no,
     first_words.draw_exchange,
+    quick_starts.draw_exchange,
 )
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
@@ -87,6 +90,7 @@ def draw_conversation(dice: Dice) -> Conversation:
     kind = dice.weighted(
         {
             _bare_story: 5,
+            _completion: 6,
             _with_tools: 18,
             _one_topic: 22,
             _first_question: 40,
@@ -100,6 +104,10 @@ def draw_conversation(dice: Dice) -> Conversation:
 
 def _bare_story(dice: Dice) -> Conversation:
     return Conversation(text=draw_story(dice).tell())
+
+
+def _completion(dice: Dice) -> Conversation:
+    return Conversation(text=quick_starts.draw_completion(dice))
 
 
 def _with_tools(dice: Dice) -> Conversation:
@@ -121,6 +129,7 @@ def _first_question(dice: Dice) -> Conversation:
     draw = dice.weighted(
         {
             first_words.draw_exchange: 6,
+            quick_starts.draw_exchange: 9,
             sums.draw_exchange: 5,
             memory.draw_told_and_asked: 2,
             smalltalk.draw_exchange: 1,

@@ -12,29 +12,27 @@ from training.storyteller.grammar.text import capital, listed, typed
 SUBJECTS = listed("""
 politics, football, the stock market, the last election, quantum physics, tax law, the news,
 Bitcoin, space travel, the Second World War, philosophy, basketball, the film industry, medicine,
-the economy, chemistry, algebra, the Roman Empire, Shakespeare, the Olympic Games, inflation,
-tennis, insurance, genetics, the Internet, programming, marketing, psychology, religion, the French
-Revolution, jazz, opera, climate change, nuclear power, artificial intelligence, electric cars,
-mortgages, fashion, video games, cricket rules, baseball, archaeology, astrology, geology, Greek
-grammar, the middle ages, the law of contracts, blockchain, cloud computing, machine learning,
-databases, networks, Kubernetes, Docker, Linux, compilers, graphics cards, neural networks,
-operating systems, robots in factories, the housing market, pensions, vaccines, diabetes, back pain,
-headaches, allergies, diets, vitamins, yoga, weight loss, meditation, sleep disorders, heart
-disease, the prime minister, the president, the parliament, immigration, human rights, trade unions,
-the constitution, world records, Formula One, golf, rugby, boxing, the Champions League, the world
-cup, chess openings, poker, bridge, crossword puzzles, sudoku, dating, marriage, job interviews,
-salaries, bank accounts, credit cards, loans, interest rates, gold prices, oil prices, airlines,
-train tickets, hotels, visa rules, car repair, washing machines, plumbing, electric wiring, roof
-tiles, solar panels, heat pumps, wood stoves, lawn mowers, poetry of the baroque, modern art,
-sculpture, architecture, classical music, hip hop, rock bands, piano sonatas, movies, television
-series, actors, pop stars, famous singers, detective novels, science fiction, comics, the Bible,
-Buddhism, Islam, Hindu gods, Norse myths, Latin, Sanskrit, sign language, linguistics, statistics,
-calculus, geometry proofs, prime numbers, logic, set theory, topology, game theory, microbiology,
-evolution, dinosaurs of the Jurassic, black holes, relativity, dark matter, string theory,
-electrons, lasers, semiconductors, batteries of phones, hydrogen, steel making, concrete, tunnels,
-bridges of steel, shipping, logistics, supply chains, accounting, auditing, leadership, startups,
-venture capital, patents, copyright, privacy law, encryption, passwords, viruses, hackers, spam, web
-design, spreadsheets, printers, routers""")
+the economy, chemistry, algebra, the Roman Empire, Shakespeare, the Olympic Games, tennis,
+insurance, genetics, programming, marketing, psychology, religion, the French Revolution, jazz,
+opera, nuclear power, electric cars, mortgages, fashion, video games, cricket rules, baseball,
+archaeology, astrology, geology, Greek grammar, the middle ages, the law of contracts, blockchain,
+networks, compilers, graphics cards, operating systems, robots in factories, the housing market,
+pensions, vaccines, diabetes, back pain, headaches, allergies, diets, vitamins, yoga, weight loss,
+meditation, sleep disorders, heart disease, the prime minister, the president, the parliament,
+immigration, human rights, trade unions, the constitution, world records, Formula One, golf, rugby,
+boxing, the Champions League, the world cup, chess openings, poker, bridge, crossword puzzles,
+sudoku, dating, marriage, job interviews, salaries, bank accounts, credit cards, loans, interest
+rates, gold prices, oil prices, airlines, train tickets, hotels, visa rules, car repair, washing
+machines, plumbing, electric wiring, roof tiles, solar panels, heat pumps, wood stoves, lawn mowers,
+poetry of the baroque, modern art, sculpture, architecture, classical music, hip hop, rock bands,
+piano sonatas, movies, television series, actors, pop stars, famous singers, detective novels,
+science fiction, comics, the Bible, Buddhism, Islam, Hindu gods, Norse myths, Latin, Sanskrit, sign
+language, linguistics, statistics, calculus, geometry proofs, prime numbers, logic, set theory,
+topology, game theory, microbiology, dinosaurs of the Jurassic, relativity, dark matter, string
+theory, electrons, lasers, semiconductors, batteries of phones, hydrogen, steel making, concrete,
+tunnels, bridges of steel, shipping, logistics, supply chains, accounting, auditing, leadership,
+startups, venture capital, patents, copyright, privacy law, encryption, passwords, viruses, hackers,
+spam, web design, spreadsheets, printers, routers""")
 FAMOUS = listed("""
 Albert Einstein, Napoleon, Cleopatra, Barack Obama, Taylor Swift, Elon Musk, Beethoven, Mozart,
 Picasso, Leonardo da Vinci, Isaac Newton, Marie Curie, Julius Caesar, Gandhi, Nelson Mandela,
@@ -48,7 +46,7 @@ LANGUAGES = listed(
     "Python, Java, C++, Rust, Go, JavaScript, SQL, Haskell, PHP, Ruby, Perl, bash, TypeScript, Kotlin, Swift, Fortran"
 )
 PROGRAMS = listed("""
-sorts a list, reads a file, counts words, prints the date, draws a circle, finds
+prints the date, draws a circle, finds
 words, sends an email, parses a table, plays a game, downloads a page, converts units, joins two
 lists""")
 MACHINES = listed(
@@ -159,15 +157,9 @@ OTHER_QUESTIONS = (
     "What is the derivative of x squared?",
     "How many people live in China?",
     "How many people live in Paris?",
-    "How high is the Eiffel Tower?",
-    "How far is it to the moon?",
-    "How old is the Earth?",
-    "How fast is light?",
-    "What is the boiling point of water?",
     "What is the population of Germany?",
     "How deep is the ocean?",
     "How long is the Nile?",
-    "What is the meaning of life?",
     "Is there a god?",
     "What happens after death?",
     "What is love?",
@@ -226,7 +218,8 @@ ANSWERS_WITH_SUBJECT = (
 )
 
 
-def _made_up_word(dice: Dice) -> str:
+def made_up_word(dice: Dice) -> str:
+    """Return a word that does not exist."""
     return "".join(dice.pick(SYLLABLES) for _ in range(dice.number(2, 3)))
 
 
@@ -244,7 +237,7 @@ def _pair(dice: Dice, *, held_out: bool) -> tuple[str, str]:
         asked = _choose(dice, QUESTIONS_OF_SUBJECT, held_out).format(s=subject, t=other)
         answer = dice.pick(ANSWERS_WITH_SUBJECT if dice.chance(0.5) else ANSWERS)
         return asked, answer.format(s=subject, abilities=ABILITIES)
-    word = _made_up_word(dice)
+    word = made_up_word(dice)
     slots = {
         "f": _choose(dice, FAMOUS, held_out),
         "l": dice.pick(LANGUAGES),
@@ -260,7 +253,7 @@ def _pair(dice: Dice, *, held_out: bool) -> tuple[str, str]:
         "N": dice.number(1000, 99999),
         "z": word,
         "Z": capital(word),
-        "w": _made_up_word(dice),
+        "w": made_up_word(dice),
     }
     asked = _choose(dice, OTHER_QUESTIONS, held_out).format(**slots)
     return asked, dice.pick(ANSWERS).format(abilities=ABILITIES)
