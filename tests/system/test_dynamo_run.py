@@ -46,9 +46,12 @@ class Terminal:
     def __init__(self, deployment, *arguments):
         self._terminal, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 300))  # no line that is awaited is broken
+        # a readline in this process may have set them for its own terminal
+        sizes = ("COLUMNS", "LINES")
+        environ = {k: v for k, v in deployment.environ.items() if k not in sizes}
         self._process = subprocess.Popen(
             [sys.executable, "-c", IN_TERMINAL, *DYNAMO, "run", *arguments],
-            env=deployment.environ,
+            env=environ,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -20,7 +20,10 @@ def test_likely_text_scores_better_than_an_unlikely_one(deployment):
         written = complete(TEXTS[0], logprobs=1, max_tokens=8, temperature=0)
         whole = TEXTS[0] + written.choices[0].text
         reread = complete(whole, echo=True, logprobs=1, max_tokens=1, temperature=0)
-        best = complete(TEXTS[0], best_of=4, n=2, max_tokens=8, seed=1, logprobs=0)
+        whole_answers = {"ignore_eos": True}  # an empty one has no mean
+        best = complete(
+            TEXTS[0], best_of=4, n=2, max_tokens=8, seed=1, logprobs=0, extra_body=whole_answers
+        )
     likely, unlikely = (choice.logprobs for choice in scored.choices)
 
     assert [choice.text for choice in scored.choices] == TEXTS

@@ -204,9 +204,12 @@ def usable_first_token(
 ) -> kv_transfer.FirstToken | None:
     """Return the token with which the answer begins, if the engine that computed the prompt has drawn it.
 
-    Each of several choices must be drawn for itself, and a prompt that is to be scored must be computed here.
+    Each of several choices must be drawn for itself, and a prompt that is to be scored must be computed here. In a
+    grammar the token may begin a word that is spelled out, and only the engine that drew it knows the rest.
     """
     if remote is None or remote.first_token is None:
+        return None
+    if request.sampling_options.guided_decoding is not None:
         return None
     requested, has_logprobs = request.output_options, remote.first_token.logprobs is not None
     is_complete = has_logprobs == (requested.logprobs is not None)

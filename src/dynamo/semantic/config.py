@@ -267,7 +267,7 @@ class PromptGuard(_Section, frozen=True, kw_only=True):
     mode: GuardMode = "enforce"
     route_to: str | None = None
     on_error: OnError = "pass"
-    trusted_roles: tuple[Literal["system", "developer"], ...] = ()
+    trusted_roles: list[Literal["system", "developer"]] = []
 
 
 class EncoderSettings(_Section, frozen=True, kw_only=True):

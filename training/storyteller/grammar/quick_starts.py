@@ -431,7 +431,7 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
         "1 + 1 = 2.",
     ),
     (
-        ("How do I install pydynamo?", "How do I install Dynamo?", "How can I install you?"),
+        ("How do I set up pydynamo?", "How do I install Dynamo?", "How can I install you?"),
         "Clone the repository and run make setup and make run.",
     ),
     (
