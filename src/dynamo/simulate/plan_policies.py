@@ -54,10 +54,12 @@ class ProfiledTimes(StepTimes):
     """The times of steps by a measured profile.
 
     Decoding is looked up at the tokens that a sequence has of the KV cache: where sequences share blocks, each has a
-    part of them, and what they cost it beyond that.
+    part of them, and what they cost it beyond that. A step with prompts and answers takes the time of both, in which
+    what each step costs is counted once: the shortest decode step that was measured.
     """
 
     surface: profile.DecodeSurface
+    least_s: float = 0.0
 
     def step_s(
         self,
@@ -71,7 +73,8 @@ class ProfiledTimes(StepTimes):
         if not num_decoding:
             return prompts_s
         context = num_active / (num_decoding + len(prompts))
-        return prompts_s + self.surface.step_s(num_decoding, context)
+        decode_s = self.surface.step_s(num_decoding, context)
+        return prompts_s + max(0.0, decode_s - self.least_s) if prompts else decode_s
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
         """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
@@ -93,6 +96,7 @@ def step_times(profile: profile.WorkerProfile, *, context: float) -> ProfiledTim
         max_num_seqs=max(1, round(max(nums, default=1))),
         repeated_cost=profile.decode.repeated_cost,
         surface=profile.decode,
+        least_s=min(point.itl_s for point in profile.decode.points),
     )
 
 
