@@ -111,7 +111,8 @@ MODEL_ANSWER = (
     "comes next. It writes its answers one word after the other. I am a very small one."
 )
 LITTLE_QUESTION = f"I see no question there. I know {ABILITIES}."
-FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
+FixedAnswers = tuple[tuple[tuple[str, ...], str], ...]  # questions with one answer each time
+FIXED: FixedAnswers = (
     (
         (
             "Explain what a large language model is.",
@@ -368,7 +369,8 @@ def _haiku(dice: Dice) -> tuple[str, str]:
     return asked.format(dice.pick((subject, bare))), HAIKUS[subject]
 
 
-def _fence(language: str, code: str) -> str:
+def fence(language: str, code: str) -> str:
+    """Return code between the marks of Markdown."""
     return f"```{language.lower()}\n{code}\n```"
 
 
@@ -397,7 +399,7 @@ def _program(dice: Dice) -> tuple[str, str]:
         greeting = dice.pick(
             ("hello world", "Hello, World!", "Hello World", '"Hello, World!"', "'hello world'")
         )
-        return asked.replace("hello world", greeting).format(language), _fence(
+        return asked.replace("hello world", greeting).format(language), fence(
             language, HELLO_WORLD[language]
         )
     task = dice.pick(list(PROGRAMS))
@@ -412,7 +414,7 @@ def _program(dice: Dice) -> tuple[str, str]:
             "Give me a Python function that {}",
         )
     )
-    return asked.format(task), _fence("Python", PROGRAMS[task])
+    return asked.format(task), fence("Python", PROGRAMS[task])
 
 
 def _person_json(dice: Dice) -> tuple[str, str]:
@@ -563,9 +565,14 @@ def _square(dice: Dice) -> tuple[str, str]:
     return asked.format(number), f"{number} x {number} = {number * number}."
 
 
-def _fixed(dice: Dice) -> tuple[str, str]:
-    questions, answer = dice.pick(FIXED)
+def draw_fixed(dice: Dice, table: FixedAnswers) -> tuple[str, str]:
+    """Draw a question of a table, and its answer."""
+    questions, answer = dice.pick(table)
     return dice.pick(questions), answer
+
+
+def _fixed(dice: Dice) -> tuple[str, str]:
+    return draw_fixed(dice, FIXED)
 
 
 def draw_exchange(dice: Dice) -> list[Message]:

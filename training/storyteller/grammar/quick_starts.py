@@ -6,7 +6,7 @@ question has a slot, its answer follows a rule; the others are tables to be lear
 
 from training.storyteller.grammar import memory, words
 from training.storyteller.grammar.dice import Dice
-from training.storyteller.grammar.first_words import HAIKUS
+from training.storyteller.grammar.first_words import HAIKUS, FixedAnswers, draw_fixed, fence
 from training.storyteller.grammar.messages import Message, exchange
 from training.storyteller.grammar.refusals import ANSWERS, made_up_word
 from training.storyteller.grammar.smalltalk import ABILITIES
@@ -172,7 +172,7 @@ FEELINGS: dict[str, tuple[str, ...]] = {
         "This is the worst hotel.",
     ),
 }
-FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
+FIXED: FixedAnswers = (
     (
         ("Is the sky blue?", "Is the sky blue", "Tell me if the sky is blue."),
         "Yes, the sky is blue.",
@@ -541,10 +541,6 @@ COMPLETIONS: dict[str, str] = {
 }
 
 
-def _fence(language: str, code: str) -> str:
-    return f"```{language}\n{code}\n```"
-
-
 def _term(dice: Dice) -> tuple[str, str]:
     term = dice.pick(list(TERMS))
     bare = term.removeprefix("a ").removeprefix("an ")
@@ -602,8 +598,8 @@ def _query(dice: Dice) -> tuple[str, str]:
                 "Count all {} in SQL",
             )
         )
-        return asked.format(table), _fence("sql", f"SELECT COUNT(*) FROM {table};")
-    return asked.format(table), _fence("sql", f"SELECT * FROM {table};")
+        return asked.format(table), fence("sql", f"SELECT COUNT(*) FROM {table};")
+    return asked.format(table), fence("sql", f"SELECT * FROM {table};")
 
 
 def _email(dice: Dice) -> tuple[str, str]:
@@ -658,7 +654,7 @@ def _program(dice: Dice) -> tuple[str, str]:
             "Show me Python code that {}",
         )
     )
-    return asked.format(task), _fence("python", PROGRAMS[task])
+    return asked.format(task), fence("python", PROGRAMS[task])
 
 
 def _greeting_with_name(dice: Dice) -> tuple[str, str]:
@@ -670,8 +666,7 @@ def _greeting_with_name(dice: Dice) -> tuple[str, str]:
 
 
 def _fixed(dice: Dice) -> tuple[str, str]:
-    questions, answer = dice.pick(FIXED)
-    return dice.pick(questions), answer
+    return draw_fixed(dice, FIXED)
 
 
 def draw_exchange(dice: Dice) -> list[Message]:
