@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from dynamo.semantic.classifiers import ciphers, disguises, words
 
+KINDS = ("benign", "attack", "application")  # the last is an application's own system prompt
 SURE_RULE = "request-in-table"  # decides alone; a model does not see what the line stands between
 WINDOW_SIZES = (512, 96)  # tokens; the small ones find a short attack inside a long text
 USUAL_MARGIN = math.log(0.7 / 0.3)  # the log odds of the published threshold, 0.7
@@ -136,18 +138,28 @@ class AttackClassifier:
         for size, offset in zip(WINDOW_SIZES, self._offsets, strict=True):
             logits = self._model.window_logits(rows, (size,))
             margin = max(margin, float((logits[:, 1] - logits[:, 0]).max()) - offset)
-        if len(rows) > WINDOW_SIZES[1]:
-            for match in matches.values():
-                start = max(0, match.start() - _AROUND)
-                piece = words.split(lowered[start : match.end() + _AROUND])
-                logits = self._model.logits(words.TokenizedText(piece))
-                margin = max(margin, float(logits[1] - logits[0]) - self._offsets[0])
+        for piece in _pieces_around(lowered, matches.values(), len(rows) > WINDOW_SIZES[1]):
+            logits = self._model.logits(words.TokenizedText(words.split(piece)))
+            margin = max(margin, float(logits[1] - logits[0]) - self._offsets[0])
         if not matches:
             margin -= self.short_margin * max(0.0, 1 - len(rows) / _FEW_WORDS)
         margin += self.rule_margin * min(3, len(matches))
         if _has_stray_request(lowered):
             return max(margin, self.stray_margin), (*matches, SURE_RULE)
         return margin, tuple(matches)
+
+
+def _pieces_around(lowered: str, matches: Iterable[re.Match[str]], is_long: bool) -> Iterator[str]:
+    """Yield what stands around matches: their lines and, in a long text, the characters beside them."""
+    for match in matches:
+        start, end = max(0, match.start() - _AROUND), match.end() + _AROUND
+        if is_long:
+            yield lowered[start:end]
+        first = lowered.rfind("\n", 0, match.start()) + 1
+        last = lowered.find("\n", match.end())
+        last = len(lowered) if last < 0 else last
+        if start < first or last < min(end, len(lowered)):
+            yield lowered[max(start, first) : min(last, end)]
 
 
 def _has_stray_request(lowered: str) -> bool:
