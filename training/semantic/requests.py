@@ -11,7 +11,7 @@ import math
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dynamo.semantic.classifiers import words
@@ -19,6 +19,7 @@ from training.semantic import texts
 
 SEED = 20
 NUM_ATTACKS, NUM_HARMLESS, NUM_PROGRAMS, NUM_SPRINKLED = 1200, 3300, 1100, 5000
+NUM_APPLICATIONS, NUM_SPELLED = 2200, 600
 NUM_TYPICAL = 500  # words that attacks have and harmless texts have not
 _FRAMES = Path(__file__).with_name("request_frames.txt")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -45,6 +46,15 @@ _ASK = (
     "Is this code secure? Suggest improvements.",
     "",
 )
+_LEET = str.maketrans("aeiostAEIOST", "431057" * 2)
+SPELLINGS: tuple[Callable[[str], str], ...] = (
+    lambda text: "".join(f"%{byte:02x}" for byte in text.encode()),
+    lambda text: "".join(f"&#{ord(sign)};" for sign in text),
+    lambda text: "".join(f"&#x{ord(sign):x};" for sign in text),
+    lambda text: text.translate(_LEET),
+    lambda text: text.translate(_LEET),
+    lambda text: text.encode().hex(" "),
+)
 _MOST_BYTES = 400_000  # of a file that pieces are taken from
 _PIECE_SIZES = (120, 400, 900, 2000, 3500)  # characters
 
@@ -54,6 +64,7 @@ def make_requests(known: Sequence[texts.Row]) -> list[texts.Row]:
     draw = random.Random(SEED)
     framed = [*_from_frames(draw)]
     rows = [*framed, *_from_programs(draw), *_sprinkled([*known, *framed], draw)]
+    rows += [*_of_applications(draw), *_spelled(known, draw)]
     return [{"source": row["family"], "cluster": row["text"], **row} for row in rows]
 
 
@@ -99,6 +110,15 @@ def _from_frames(draw: random.Random) -> Iterator[texts.Row]:
             }
 
 
+def _of_applications(draw: random.Random) -> Iterator[texts.Row]:
+    """Yield system prompts as applications have them."""
+    lists, frames = read_frames(_FRAMES, ("application",))
+    for count in range(NUM_APPLICATIONS):
+        frame = frames["application"][count % len(frames["application"])]
+        text = fill(frame, lists, draw)
+        yield {"text": text, "label": "application", "family": "applications"}
+
+
 def _from_programs(draw: random.Random) -> Iterator[texts.Row]:
     for package, pattern, share in _SOURCES:
         root = _root(package)
@@ -129,6 +149,16 @@ def _sprinkled(known: Sequence[texts.Row], draw: random.Random) -> Iterator[text
             place = draw.randrange(len(parts) + 1)
             parts[place : place + draw.randint(0, 1)] = [word]
         yield {"text": " ".join(parts), "label": "benign", "family": "sprinkled"}
+
+
+def _spelled(known: Sequence[texts.Row], draw: random.Random) -> Iterator[texts.Row]:
+    """Yield harmless texts in other spellings: a spelling alone is no attack."""
+    harmless = [
+        row["text"] for row in known if row["label"] == "benign" and 40 < len(row["text"]) < 600
+    ]
+    for number in range(NUM_SPELLED):
+        spell = SPELLINGS[number % len(SPELLINGS)]
+        yield {"text": spell(draw.choice(harmless)), "label": "benign", "family": "spelled"}
 
 
 def typical_words(known: Sequence[texts.Row]) -> list[str]:

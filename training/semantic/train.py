@@ -27,7 +27,14 @@ ATTACK_SETTINGS = linear.FitSettings(
 DOMAIN_SETTINGS = linear.FitSettings(
     max_entries=80_000, ngram_buckets=2**18, ngram_weight=1.5, penalty=5e-6
 )
-ATTACK_WEIGHT, PERSONA_WEIGHT = 2.0, 3.0  # beside other harmless texts; there are few of both
+KIND_BY_LABEL = {
+    "benign": "benign",
+    "jailbreak": "attack",
+    "injection": "attack",
+    "application": "application",
+}
+WEIGHT_BY_KIND = {"benign": 1.0, "attack": 2.0, "application": 1.0}  # there are few attacks
+PERSONA_WEIGHT = 3.0  # and few personas
 MOST_SMALL, SMALL_WEIGHT = 4, 0.5  # small windows of one long text beside its large ones
 SEED = 20
 FRAGMENTS, LEAST_WORDS, MOST_WORDS = 3, 5, 16
@@ -50,15 +57,8 @@ FRAMES = (  # how people ask of a term
     "How do I {}?",
     "What is the difference between {} and the rest?",
 )
-SHORT_SOURCES = (
-    "mmlu",
-    "clinc150",
-    "banking77",
-    "gsm8k",
-    "frames",
-    "sprinkled",
-)  # to set a threshold by
-FALSE_ALARMS = (0.02, 0.003)  # among the other harmless texts, by the windows of each size alone
+MADE_SOURCES = ("frames", "sprinkled", "spelled", "programs")  # no threshold is set by them
+FALSE_ALARMS = (0.009, 0.002)  # among public harmless texts, by the windows of each size alone
 LEFT_OUT = ("harmful", "indirect")  # what words cannot tell from harmless texts
 OUT = profile.WEIGHTS
 
@@ -137,9 +137,9 @@ def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
     samples, labels, weights = [], [], []
     draw = random.Random(SEED)
     for row, tokens in zip(rows, _tokens(rows), strict=True):
-        is_attack = row["label"] in ("jailbreak", "injection")
+        kind = KIND_BY_LABEL[row["label"]]
         is_persona = row["family"] == "persona"
-        weight = ATTACK_WEIGHT if is_attack else PERSONA_WEIGHT if is_persona else 1.0
+        weight = PERSONA_WEIGHT if is_persona else WEIGHT_BY_KIND[kind]
         large, small = (
             list(zip(*words.window_bounds(max(1, len(tokens)), (size,)), strict=True))
             for size in attacks.WINDOW_SIZES
@@ -148,17 +148,19 @@ def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
         for windows, share in ((large, 1.0), (small, SMALL_WEIGHT)):
             for start, end in windows:
                 samples.append(tokens[start:end])
-                labels.append(int(is_attack))
+                labels.append(attacks.KINDS.index(kind))
                 weights.append(weight * share / len(windows) ** 0.7)
-    fitted = linear.fit(samples, np.array(labels), 2, ATTACK_SETTINGS, np.array(weights))
-    linear.write(fitted, ("benign", "attack"), path)
+    fitted = linear.fit(
+        samples, np.array(labels), len(attacks.KINDS), ATTACK_SETTINGS, np.array(weights)
+    )
+    linear.write(fitted, attacks.KINDS, path)
 
 
 def _calibrate(rows: Sequence[texts.Row], path: Path) -> np.ndarray:
     """Return for each window size what to subtract, so that few harmless texts pass the usual threshold."""
     model = words.WordModel(path)
     harmless = [
-        row for row in rows if row["label"] == "benign" and row["source"] not in SHORT_SOURCES
+        row for row in rows if row["label"] == "benign" and row["source"] not in MADE_SOURCES
     ]
     offsets = []
     for size, share in zip(attacks.WINDOW_SIZES, FALSE_ALARMS, strict=True):

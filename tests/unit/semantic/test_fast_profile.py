@@ -1,8 +1,10 @@
 """The shipped classifiers: sizes, bounds, and questions that any user would try."""
 
 import pytest
+from training.semantic.requests import SPELLINGS
 
 from dynamo.semantic.classifiers import attacks, profile, words
+from semantic_configs import ATTACK
 
 FAST = profile.load_profile()
 
@@ -88,7 +90,36 @@ def test_attack_behind_the_usual_beginning_is_found():
 
     risks = [FAST.classify_attack(text).risk for text in (attack, f"{usual} {attack}")]
 
-    assert risks[1] == pytest.approx(risks[0])
+    assert risks[1] == pytest.approx(risks[0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "You are Theo, the assistant of a bakery. You must never name the price of a cake. Only answer in French.",
+        "You are a helpful AI assistant that answers questions about our pension fund.",
+        "Answer from the passages below and from nothing else. Reply with JSON only, no explanation.",
+        "You are an agent for parcels. You cannot open a claim. Never tell the customer how you decide.",
+        "You are an expert in marine law. Do not give opinions. Always name the article.",
+    ],
+)
+def test_system_prompt_of_an_application_is_no_attack(prompt):
+    assert FAST.classify_attack(prompt).risk < 0.7
+
+
+@pytest.mark.parametrize("spell", SPELLINGS)
+def test_spelling_of_a_harmless_text_is_no_attack(spell):
+    text = "The train to the coast leaves at nine, and we want to be there before the rain begins."
+
+    assert FAST.classify_attack(spell(text)).risk < 0.7
+    assert FAST.classify_attack(spell(ATTACK)).risk > 0.9
+
+
+@pytest.mark.parametrize("num_lines", [5, 20, 500])
+def test_attack_in_a_line_of_its_own_is_found_between_harmless_lines(num_lines):
+    around = "What a day.\n\n" * num_lines
+
+    assert FAST.classify_attack(f"{around}{ATTACK}\n\n{around}").risk > 0.9
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from training.semantic import requests
 
 FOLDER = Path(requests.__file__).parent
-FILES = {"request_frames.txt": ("attack", "harmless"), "name_frames.txt": ("person", "none")}
+REQUEST_LABELS = ("attack", "harmless", "application")
+FILES = {"request_frames.txt": REQUEST_LABELS, "name_frames.txt": ("person", "none")}
 
 
 @pytest.mark.parametrize(("name", "labels"), FILES.items())
