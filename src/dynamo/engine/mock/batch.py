@@ -87,6 +87,12 @@ class MockBatch:
         """Return True if any request runs or waits."""
         return bool(self._open)
 
+    @property
+    def num_repeated_blocks(self) -> int:
+        """Return the blocks that running choices share, each counted for all of its users but the first."""
+        running = (*self._decoding, *self._prefilling, *self._copying)
+        return sum(len(choice.block_ids) for choice in running) - self._memory.pool.num_active
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
