@@ -4,6 +4,7 @@ It shows that the adapter keeps requests, choices and faults apart; whether Tens
 `make test-trtllm` shows, which needs a GPU.
 """
 
+import asyncio
 import json
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import fake_trtllm
 from dynamo.engine.adapters.settings import TrtllmConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from waiting import PATIENT_S
 
 # The adapter tells no KV events; TensorRT-LLM has no way to forget, gives no logprobs of the tokens that a prompt has,
 # and holds back its one end token, not stop tokens.
@@ -70,3 +72,21 @@ async def test_answer_that_the_library_ends_without_a_reason_fails(host, monkeyp
 
     assert str(host.sink.errors["a"]) == "TensorRT-LLM ended an answer without a reason"
     await host.answer("a", PROMPT, max_tokens=1)  # noqa: F405
+
+
+async def test_load_is_read_again_after_statistics_that_failed(host, monkeypatch, caplog):
+    library = host.engine._library
+    read, failures = library._llm.get_stats_async, [RuntimeError("no statistics")]
+
+    async def fail_once(timeout):
+        if failures:
+            raise failures.pop()
+        async for stats in read(timeout):
+            yield stats | {"kvCacheStats": stats["kvCacheStats"] | {"cacheHitRate": 0.75}}
+
+    monkeypatch.setattr(library._llm, "get_stats_async", fail_once)
+    async with asyncio.timeout(PATIENT_S):
+        while host.engine.load()[0].kv_stats.gpu_prefix_cache_hit_rate != 0.75:
+            await asyncio.sleep(0.01)
+
+    assert "no statistics of TensorRT-LLM, will ask again: RuntimeError" in caplog.text

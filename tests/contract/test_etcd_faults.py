@@ -456,6 +456,45 @@ async def test_refused_prefix_disturbs_neither_the_lease_nor_other_watches(
     await member.close()
 
 
+async def test_refused_key_is_named_and_hinders_no_other_key(etcd, proxy, caplog):
+    etcd.call("auth/user/add", name="worker", password="s3cret")
+    etcd.call("auth/role/add", name="worker")
+    etcd.call("auth/user/grant", user="worker", role="worker")
+    for prefix in ("v1/", "other/"):
+        allow(etcd, "worker", prefix)
+    enable_users(etcd)
+    etcd.log_in("root", "s3cret")
+    address = await proxy.start()
+    whereto = access.EtcdAccess(addresses=(address,), username="worker", password="s3cret")
+    member = await EtcdDiscovery.open(whereto, 1, lease_ttl_s=TTL_S)
+    for key in ("other/a", "v1/b", "v1/c"):
+        await member.put(key, b"")
+    proxy.drop()
+    await until_there(etcd, set())
+    etcd.call("auth/role/revoke", role="worker", key=encoded("other/"), range_end=encoded("other0"))
+    proxy.heal()
+
+    await until_there(etcd, {"v1/b", "v1/c"})
+    await member.delete("v1/c")
+    await until_there(etcd, {"v1/b"})
+    assert caplog.text.count("others do not see 'other/a' as it is here: etcd at") == 1
+    allow(etcd, "worker", "other/")
+    await until_there(etcd, {"v1/b", "other/a"})
+    await member.close()
+
+
+async def test_member_that_closes_while_it_removes_keys_takes_all_its_keys_away(etcd, join):
+    member = await join()
+    for number in range(9):
+        await member.put(f"v1/{number}", b"")
+    removing = [asyncio.create_task(member.delete(f"v1/{number}")) for number in range(5)]
+    await asyncio.sleep(0)  # until they have begun
+    await member.close()
+    await asyncio.gather(*removing)
+
+    assert etcd.held() == {}
+
+
 async def test_call_on_a_channel_that_was_closed_gets_no_answer(etcd):
     whereto = access.EtcdAccess(addresses=(etcd.address,))
     async with connection.connect(whereto, etcd.address) as etcd_connection:

@@ -263,7 +263,7 @@ def workers_of_models(url):
     return [row["num_workers"] for row in rows]
 
 
-def test_served_model_sleeps_and_wakes_for_a_request(deployment):
+def test_served_model_sleeps_and_wakes_for_a_request_to_it_and_to_its_adapter(deployment):
     port = ports.reserve()
     flags = "--scale-down-delay 0.5 --adjustment-interval 0.25"
     deployment.environ["DYN_WORKER_WAIT_SECS"] = str(
@@ -272,7 +272,7 @@ def test_served_model_sleeps_and_wakes_for_a_request(deployment):
     process = deployment.run(
         *("dynamo.cli", "serve", "--engine", "mocker", "--http-port", str(port)),
         *("--planner", "--planner-min-workers", "0", "--planner-max-workers", "2"),
-        *("--planner-flags", flags, "--worker-flags", "--tick-ms 5"),
+        *("--planner-flags", flags, "--worker-flags", "--tick-ms 5 --lora-names tuned"),
     )
     url = f"http://127.0.0.1:{port}"
     eventually(lambda: "answers at" in process.log.read_text(), what="it serves")
@@ -286,10 +286,10 @@ def test_served_model_sleeps_and_wakes_for_a_request(deployment):
             rows = []
         return rows[0]["present"]["decode"] if rows else None
 
-    for _ in range(2):
+    for asked in ({}, {"model": "tuned"}):
         eventually(lambda: present() == 0, what="it sleeps")
         eventually(lambda: workers_of_models(url) == [0], what="it is listed")
-        body = chat("Tell me a story", max_tokens=8)
+        body = chat("Tell me a story", max_tokens=8) | asked
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8

@@ -100,7 +100,7 @@ class RequestDispatch:
             return
         await self._shared.worker_wait.until_served(
             lambda: self._send(attempt),
-            self._model.name,
+            self._model.announced_name,
             is_over=lambda: self._reply.is_over or not attempt.is_open,
             is_under_way=is_under_way,
         )

@@ -325,17 +325,17 @@ class Pipeline:
             return model
         if may_see is not None and not may_see(await self.models.resolve_alias(name)):
             return self.models.find(name, may_see)  # raises, unless it has come meanwhile
-        served_name = self.models.served_name(name)  # by which workers announce their start
+        announced_name = self.models.announced_name(name)
 
         async def find() -> RegisteredModel:
             try:
                 return self.models.find(name, may_see)
             except (model_errors.ModelNotFound, errors.NoWorkers) as error:
-                if failure := self.worker_wait.failure_of(served_name):
+                if failure := self.worker_wait.failure_of(announced_name):
                     raise errors.NoWorkers(f"{name!r} could not be loaded: {failure}") from None
                 if isinstance(error, errors.NoWorkers):
                     raise
-                if self.worker_wait.is_expected(served_name):
+                if self.worker_wait.is_expected(announced_name):
                     raise errors.NoWorkers(
                         f"the first worker of {name!r} is starting: try again shortly"
                     ) from None
@@ -346,7 +346,7 @@ class Pipeline:
                 raise
 
         return await self.worker_wait.until_served(
-            find, served_name, is_over=lambda: client.is_closed, notify=notify
+            find, announced_name, is_over=lambda: client.is_closed, notify=notify
         )
 
     async def _prepare(

@@ -58,7 +58,7 @@ class LiveModels:
         try:
             entry = self._models.find(model)
         except errors.DynamoError:
-            start = self._find_wakeable(self._models.served_name(model))
+            start = self._find_wakeable(self._models.announced_name(model))
             length = None if start is None else start.context_length or None
             return None if start is None else model_choice.ServedModel(context_length=length)
         if not entry.is_ready or not entry.can_generate:
@@ -272,9 +272,9 @@ class SemanticRouting:
             if name in barred:
                 raise
         with contextlib.suppress(errors.DynamoError):
-            served_name = self._models.served_name(name)
+            announced_name = self._models.announced_name(name)
             wait = self._worker_wait.until_served
-            await wait(find, served_name, is_over=lambda: client.is_closed)
+            await wait(find, announced_name, is_over=lambda: client.is_closed)
         return await exchange.decode_apart(read_body, route, service.ROUTED_AT_ONCE_BYTES)
 
     def _barred_models(self, client: exchange.Exchange) -> dict[str, str]:

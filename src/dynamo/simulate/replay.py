@@ -135,6 +135,7 @@ def run(
                 routing.run(
                     shape, router, trace, policy, on_progress, time.perf_counter,
                     step_s=functools.partial(times.batch_step_s, shape.cache_tokens),
+                    repeated_cost=times.repeated_cost,
                 )
             )  # fmt: skip
         rows.append(summarise_policy(summaries[-1]))

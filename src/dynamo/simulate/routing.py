@@ -156,10 +156,12 @@ def run(
     on_progress: OnProgress,
     now: Callable[[], float],
     step_s: StepTime = MOCK_TIMING.step_s,
+    repeated_cost: float = 0.0,
 ) -> PolicySummary:
     """Simulate one policy. `now` is a clock that measures the real time of the simulation.
 
-    `step_s` has the times of the batch engine. Raises ConfigError for a request that does not fit into its cache.
+    `step_s` and `repeated_cost` are those of the batch engine. Raises ConfigError for a request that does not fit into
+    its cache.
     """
     workload = trace if trace is not None else _synthetic_workload(settings)
     index = prefix_index.PrefixIndex()
@@ -169,7 +171,7 @@ def run(
         block_size=workload.block_size,
         draw=random.Random(settings.seed).random,
     )
-    workers = _make_workers(settings, workload, step_s)
+    workers = _make_workers(settings, workload, step_s, repeated_cost)
     capacity = _capacity(settings, workload.block_size)
     if settings.engine == "fcfs":  # without decode it never runs out of blocks in use
         capacity = worker_load.Capacity(max_num_batched_tokens=settings.max_num_batched_tokens)
@@ -193,7 +195,7 @@ def _synthetic_workload(settings: SimulateConfig) -> SharedPrefixes:
 
 
 def _make_workers(
-    settings: SimulateConfig, workload: Workload, step_s: StepTime
+    settings: SimulateConfig, workload: Workload, step_s: StepTime, repeated_cost: float
 ) -> Mapping[api.Worker, SimulatedWorker]:
     ids = map(api.Worker, range(settings.workers))
     if settings.engine == "batch":
@@ -208,7 +210,9 @@ def _make_workers(
                 f" {longest:,} tokens with its answer"
             )
         return {
-            worker: BatchWorker(capacity, block_size=size, step_s=step_s, tiers=tiers)
+            worker: BatchWorker(
+                capacity, block_size=size, step_s=step_s, repeated_cost=repeated_cost, tiers=tiers
+            )
             for worker in ids
         }
     assert isinstance(workload, Trace), "the fcfs engine needs a trace to know its rate"

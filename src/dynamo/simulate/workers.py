@@ -154,10 +154,15 @@ class BatchWorker:
         *,
         block_size: int,
         step_s: StepTime = MOCK_TIMING.step_s,
+        repeated_cost: float = 0.0,
         tiers: memory.SimulatedTiersConfig | None = None,
     ) -> None:
+        """`repeated_cost`: what a shared token costs each further sequence, as a share of a token of its own."""
         self.next_time = math.inf
         self._step_s = step_s
+        self._cost_of_repeated_block = (
+            repeated_cost / capacity.total_blocks
+        )  # in shares of the cache
         self._block_size = block_size
         self._clock = EventClock()
         self._name_by_hash: dict[int, int] = {}
@@ -227,10 +232,13 @@ class BatchWorker:
         self._has_step = not plan.is_empty
         self.next_time = self._clock.next_time
         if self._has_step:
+            active_share = plan.active_share
+            if self._cost_of_repeated_block:
+                active_share += self._cost_of_repeated_block * self._batch.num_repeated_blocks
             seconds = self._step_s(
                 num_prompt_tokens=plan.num_prompt_tokens,
                 num_decoding=plan.num_decoding,
-                active_share=plan.active_share,
+                active_share=active_share,
             )
             self.next_time = self._clock.now() + seconds
             if self._copies is not None:

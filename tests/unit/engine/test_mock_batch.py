@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch
-from dynamo.engine.mock.memory import MockMemory
+from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.protocols import blocks, generate
 
 WORDS = tuple(range(1000, 1007))
@@ -250,6 +250,17 @@ def test_load_counts_prompt_tokens_to_compute():
 
     assert left[:3] == [50, 34, 18]
     assert left[-1] == 0
+
+
+def test_choice_that_waits_is_aborted_without_a_look_at_the_others(monkeypatch):
+    batch, looks = make_batch(), []
+    for number in range(10):
+        batch.submit(make_request(str(number), range(8), n=100, max_tokens=1))
+    monkeypatch.setattr(MockChoice, "__eq__", lambda *both: looks.append(both))
+    batch.abort("5")
+
+    assert batch.load().worker_stats.num_requests_waiting == 900
+    assert looks == []
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8])

@@ -129,6 +129,8 @@ async def test_unloaded_adapter_is_not_found_and_lost_adapter_is_awaited(
     counted = await poetic.metrics()
 
     assert [one.status_code for one in answers] == [200, 503, 404]
+    announced_names = map(poetic.frontend.models.announced_name, ("poet", "clerk"))
+    assert list(announced_names) == ["m", "clerk"]
     assert counted['dynamo_frontend_model_workers{model="poet"}'] == 0  # for which an alert waits
     assert 'dynamo_frontend_model_workers{model="clerk"}' not in counted
     assert 'dynamo_frontend_model_ready{model="clerk"}' not in counted

@@ -189,17 +189,32 @@ async def test_response_to_continue_from_is_fetched_before_the_handler_runs(stor
     assert seen == [KEPT]
 
 
-async def test_responses_whose_items_are_named_are_fetched_before_the_handler_runs(stores):
+@pytest.mark.parametrize(
+    ("part_bytes", "num_questions"), [(999, 2), (1, 9)], ids=["one part", "a part for each"]
+)
+async def test_responses_whose_items_are_named_are_fetched_before_the_handler_runs(
+    stores, monkeypatch, part_bytes, num_questions
+):
+    monkeypatch.setattr(peers, "_PART_BYTES", part_bytes)
     (first, _), (second, shared) = stores
+    questions, ask = [], shared._peers.ask_all
+    monkeypatch.setattr(
+        shared._peers, "ask_all", lambda *all_: questions.append(all_) or ask(*all_)
+    )
     digits = "0" * 31
-    for last in "12":
+    for last in range(1, 9):
         first.put(f"resp_{digits}{last}", KEPT)
     seen = []
     handler = shared.wrap_continuing(lambda _: seen.append(len(second)))
-    items = [f'{{"type": "item_reference", "id": "msg_{digits}{last}00"}}' for last in "112"]
+    # each twice, and one that no process has
+    items = [
+        f'{{"type": "item_reference", "id": "msg_{digits}{last}00"}}'
+        for last in (*range(10), *range(10))
+    ]
     await handler(caller(body=f'{{"input": [{", ".join(items)}]}}'.encode()))
 
-    assert seen == [2]
+    assert seen == [8]
+    assert len(questions) == num_questions
 
 
 @pytest.mark.parametrize(

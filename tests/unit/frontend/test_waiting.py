@@ -364,24 +364,47 @@ async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
     ]
 
 
+NAMES = {"aliases": ("mine",), "lora_names": ("poet",)}
+
+
+@pytest.fixture
+async def sleeping(bare):
+    """A frontend, and the model m, whose last worker has gone, and which is loaded when a request comes for it."""
+    await bare.start(worker_wait_secs=0)
+    bare.one = await bare.worker("m", **NAMES)
+    await bare.one.runtime.records.withdraw()
+    await bare.until(lambda: bare.frontend.models.get("m") is None)
+    await announce(bare, msgspec.structs.replace(ON_DEMAND, model="m"))
+    return bare
+
+
+@pytest.mark.parametrize("name", ["mine", "poet"])
 @pytest.mark.parametrize(
     ("path", "fields"), [("/v1/completions", {"prompt": "hi"}), ("/tokenize", {"prompt": "hi"})]
 )
-async def test_request_by_an_alias_wakes_the_model(bare, path, fields):
-    await bare.start(worker_wait_secs=0)
-    first = await bare.worker("m", aliases=("mine",))
-    await first.runtime.records.withdraw()
-    await bare.until(lambda: bare.frontend.models.get("m") is None)
-    bare.one = first
-    await announce(bare, msgspec.structs.replace(ON_DEMAND, model="m"))
-    answer = bare.start_task(bare.client.post(path, json={"model": "mine", **fields}))
+async def test_request_by_an_alias_or_an_adapter_wakes_the_model(sleeping, path, fields, name):
+    answer = sleeping.start_task(sleeping.client.post(path, json={"model": name, **fields}))
     label = 'dynamo_frontend_requests_waiting_for_worker{model="m"}'
-    await bare.until(lambda: bare.frontend._dispatcher.worker_wait._waiting or answer.done())
-    num_waiting = (await bare.metrics()).get(label)
-    await bare.register(Worker, "m", first.name, aliases=("mine",))
+    await sleeping.until(
+        lambda: sleeping.frontend._dispatcher.worker_wait._waiting or answer.done()
+    )
+    num_waiting = (await sleeping.metrics()).get(label)
+    await sleeping.register(Worker, "m", sleeping.one.name, **NAMES)
 
     assert (await answer).status_code == 200
     assert num_waiting == 1
+
+
+@pytest.mark.parametrize("name", ["m", "mine", "poet"])
+async def test_request_to_unload_a_model_does_not_wake_it(sleeping, name):
+    body = {"model": name, "keep_alive": 0}
+    answer = sleeping.start_task(sleeping.client.post("/api/generate", json=body))
+    await sleeping.until(
+        lambda: sleeping.frontend._dispatcher.worker_wait._waiting or answer.done()
+    )
+
+    assert sleeping.frontend._dispatcher.worker_wait._waiting == {}
+    assert (await answer).status_code == 200
 
 
 def asleep(model, role):

@@ -43,6 +43,40 @@ async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refu
     await publisher.close()
 
 
+async def test_topic_that_is_advertised_while_addresses_change_keeps_no_token_from_being_followed(
+    monkeypatch,
+):
+    monkeypatch.setattr(membership, "CHECK_S", 0.01)
+    discovery = memory.MemoryDiscovery(memory.MemoryRegistry())
+    files = ChangedFiles(membership.Credentials(token=OLD))
+    publisher = zmq.ZmqEventPlane(
+        discovery, 2, credentials=membership.Credentials(token=OLD, files=files)
+    )
+    await publisher.advertise("n/c/first")
+    put, is_waiting, goes_on = discovery.put, asyncio.Event(), asyncio.Event()
+
+    async def wait(key, value):
+        is_waiting.set()
+        await goes_on.wait()
+        await put(key, value)
+
+    monkeypatch.setattr(discovery, "put", wait)
+    files.latest = membership.Credentials(token=NEW, second_token=OLD)
+    async with asyncio.timeout(PATIENT_S):
+        await is_waiting.wait()
+    advertising = asyncio.create_task(publisher.advertise("n/c/second"))
+    await asyncio.sleep(0)  # until it has begun
+    goes_on.set()
+    await advertising
+    replaced = publisher._publisher
+    files.latest = membership.Credentials(token=b"3" * 40, second_token=NEW)
+    await until(lambda: publisher._publisher is not replaced or not publisher._tasks)
+    is_following = len(publisher._tasks) > 0
+    await publisher.close()
+
+    assert is_following
+
+
 async def test_plane_that_ends_while_a_new_address_is_published_closes_the_former_socket(
     monkeypatch,
 ):

@@ -9,6 +9,7 @@ import pytest
 from dynamo.planner import profile, profile_files
 from dynamo.simulate import __main__ as command
 from dynamo.simulate import plan_policies, plan_worker, recorded
+from planner_cases import make_profile
 
 QUANTILES = ("mean", "p50", "p90", "p99")
 
@@ -265,6 +266,22 @@ def test_length_that_no_model_has_is_refused_before_its_blocks_are_made(tmp_path
         f"{path}:2: expected a row of a frontend's request trace: Expected"
         in capsys.readouterr().err
     )
+
+
+def test_common_prompts_cost_a_decode_step_what_the_profile_says(tmp_path):
+    rows = [row(i, length=3000, hashes=tuple(range(187))) for i in range(8)]
+    trace = write(tmp_path / "trace.jsonl", rows)
+    itls = []
+    for cost in (0.0, 0.5, 1.0):
+        measured = make_profile()
+        surface = measured.decode.with_repeated_cost(cost)
+        directory, file = tmp_path / str(cost), tmp_path / f"{cost}.json"
+        profile_files.write_profile(dataclasses.replace(measured, decode=surface), directory)
+        replay("--trace", trace, "--profile", directory, "--policy", "random", "--workers", "1",
+               "--report-json", file)  # fmt: skip
+        itls.append(json.loads(file.read_text())[1]["itl_s"]["p90"])
+
+    assert itls[0] < itls[1] < itls[2]
 
 
 def test_no_more_sequences_run_at_once_than_the_profile_measured(day, tmp_path, capsys):

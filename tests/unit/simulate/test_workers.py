@@ -80,6 +80,23 @@ def test_batch_worker_takes_as_long_as_the_mock_engine():
     assert all(b - a >= timing.decode_ms(0) / 1000 for a, b in itertools.pairwise(times))
 
 
+def test_blocks_that_sequences_share_cost_a_step_what_is_said():
+    shares = []
+
+    def step_s(*, num_prompt_tokens, num_decoding, active_share):
+        shares.append(active_share)
+        return 1.0
+
+    capacity = Capacity(total_blocks=100, max_num_seqs=8)
+    worker = BatchWorker(capacity, block_size=16, step_s=step_s, repeated_cost=0.5)
+    for number in range(3):
+        worker.submit(str(number), arrival(1, 2, 3 + number, num_output=2), 0.0)
+    finish(worker)
+
+    # the first alone; all three, of which the first has a block for its answer; and the others, with one each
+    assert shares == pytest.approx([0.03, 0.06 + 0.5 * 2 * 0.02, 0.06 + 0.5 * 0.02])
+
+
 def test_batch_worker_finds_blocks_and_computes_at_least_one_token():
     worker = batch()
     worker.submit("a", arrival(1, 2), 0.0)

@@ -16,6 +16,7 @@ A result is a `RequestOutput` with one `CompletionOutput`, and the same object a
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from dynamo.engine import api
 from dynamo.engine.adapters import streams, translation
 from dynamo.engine.adapters.settings import TrtllmConfig
 from dynamo.engine.adapters.translation import RankLoad
+from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, load
 
+_logger = logging.getLogger(__name__)
 _NO_END_TOKEN = -1
 _NAME = "TensorRT-LLM"
 _GUIDED_SUPPORT = translation.GuidedSupport(has_choice=False)
@@ -306,13 +309,17 @@ class TrtllmLibrary:
         return self._llm
 
     async def _read_statistics(self) -> None:
+        log = logs.PeerLog(_logger, self._clock.now)
         while True:
-            # Yields the statistics of the steps since the last call.
-            async for stats in self._started.get_stats_async(timeout=STATISTICS_TIMEOUT_S):
-                if cache := stats.get("kvCacheStats"):
-                    self._num_blocks = cache["maxNumBlocks"]
-                    self._rank = rank_load(stats, cache)
-                    self._has_stepped.set()
+            try:
+                # Yields the statistics of the steps since the last call.
+                async for stats in self._started.get_stats_async(timeout=STATISTICS_TIMEOUT_S):
+                    if cache := stats.get("kvCacheStats"):
+                        self._num_blocks = cache["maxNumBlocks"]
+                        self._rank = rank_load(stats, cache)
+                        self._has_stepped.set()
+            except Exception as error:  # noqa: BLE001 - whatever it is: its answers do not depend on it
+                log.warning(_NAME, "no statistics of %s, will ask again: %r", _NAME, error)
             await self._clock.sleep(_STATISTICS_PAUSE_S)
 
 

@@ -9,6 +9,7 @@ Benchmarks of all other parts use this engine, so a token must cost next to noth
 `next_check` (when it ends, or needs a block); in between it sends prepared outputs.
 """  # decider
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -71,7 +72,8 @@ class MockBatch:
         self._newly_leased: dict[tuple[str, int], LeasedPrompt] = {}
         # answers to requests for cached blocks only, and first tokens that came with their prompts
         self._outputs: list[api.EngineOutput] = []
-        self._waiting: list[MockChoice] = []
+        # in order of admission; a choice leaves from any position at once, as clients go
+        self._waiting: OrderedDict[MockChoice, None] = OrderedDict()
         self._prefilling: list[MockChoice] = []  # in order of admission, like all below
         self._decoding: list[MockChoice] = []
         self._full: list[MockChoice] = []  # decoding, but the next token needs another block
@@ -84,6 +86,12 @@ class MockBatch:
     def has_work(self) -> bool:
         """Return True if any request runs or waits."""
         return bool(self._open)
+
+    @property
+    def num_repeated_blocks(self) -> int:
+        """Return the blocks that running choices share, each counted for all of its users but the first."""
+        running = (*self._decoding, *self._prefilling, *self._copying)
+        return sum(len(choice.block_ids) for choice in running) - self._memory.pool.num_active
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -122,7 +130,7 @@ class MockBatch:
             else:
                 self._end_export(choices[0])
             return
-        self._waiting += choices
+        self._waiting.update(dict.fromkeys(choices))
         if leader is not None and leader.remote is None:
             self._memory.prepare(leader)
         elif leader is not None and first_token is not None:
@@ -331,24 +339,21 @@ class MockBatch:
                 else:
                     victim = (self._decoding or self._prefilling)[0]
                 self._withdraw(victim)
-                self._waiting.insert(0, victim)
+                self._waiting[victim] = None
+                self._waiting.move_to_end(victim, last=False)
                 has_preempted = True
             if choice.block_ids:  # it was not preempted itself
                 self._set_next_check(choice)
         return has_preempted
 
     def _admit(self, num_left: int) -> None:
-        i = 0
-        while (
-            i < len(self._waiting)
-            and num_left > 0
-            and self._num_running < self._limits.max_num_seqs
-        ):
-            choice = self._waiting[i]
+        admitted: list[MockChoice] = []
+        for choice in self._waiting:
+            if num_left <= 0 or self._num_running >= self._limits.max_num_seqs:
+                break
             if choice.leader in self._copying:
                 break  # it will share the imported blocks
             if self._memory.is_preparing(choice.leader or choice):
-                i += 1
                 continue
             if not self._memory.admit(
                 choice,
@@ -356,7 +361,7 @@ class MockBatch:
                 max_new=None if self._limits.chunked_prefill else num_left,
             ):
                 break
-            del self._waiting[i]
+            admitted.append(choice)
             is_engine_busy = bool(self._prefilling or self._decoding)
             if self._shared.begin_import(choice) or self._memory.load(
                 choice, is_engine_busy=is_engine_busy
@@ -365,6 +370,8 @@ class MockBatch:
                 continue
             self._prefilling.append(choice)
             num_left -= self._plan_prefill(choice, num_left)
+        for choice in admitted:
+            del self._waiting[choice]
 
     @property
     def _num_running(self) -> int:
@@ -419,7 +426,10 @@ class MockBatch:
         """Remove a choice from all queues and free its blocks; during an import, when the copy has ended."""
         if choice in self._copying:
             return  # `_end_copying` frees its blocks
-        for queue in (self._decoding, self._prefilling, self._waiting, self._full):
-            if choice in queue:
-                queue.remove(choice)
+        if choice in self._waiting:
+            del self._waiting[choice]
+        else:
+            for queue in (self._decoding, self._prefilling, self._full):
+                if choice in queue:
+                    queue.remove(choice)
         self._memory.release(choice)

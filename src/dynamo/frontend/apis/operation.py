@@ -214,7 +214,7 @@ class RequestHandlers:
         """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
         name = None if name is None else self.default_of(client, name)
         is_expected = self.pipeline.worker_wait.is_expected
-        if name is not None and is_expected(self.models.served_name(name)):
+        if name is not None and is_expected(self.models.announced_name(name)):
             return await self.pipeline.find_model(name, client)
         if name is not None:
             return self.models.find(name, self.rights.model_filter(client))

@@ -96,6 +96,11 @@ class RegisteredModel:
         return RegisteredModel(card, preparer, self.problem, base=self)
 
     @property
+    def announced_name(self) -> str:
+        """Return the name by which its workers announce their start."""
+        return self.name if self.base is None else self.base.name
+
+    @property
     def instances(self) -> list[instances.Instance]:
         """Return all instances that serve the model now."""
         return [

@@ -85,6 +85,7 @@ class ModelRegistry:
         self._refreshing_names: set[str] = set()  # of models with a task
         self._reloading_names: set[str] = set()  # of models that are loaded again in a while
         self._lost_names: set[str] = set()  # of models that were served before
+        self._base_by_adapter: dict[str, str] = {}  # also of lost ones
         self._look_lock = asyncio.Lock()
         self._looked_at = -math.inf
         self._cards_seen: tuple[bytes, ...] = ()  # at the last look
@@ -156,6 +157,11 @@ class ModelRegistry:
     def served_name(self, name: str) -> str:
         """Return the name of the model with this alias, also of one that has lost its workers; else the name itself."""
         return self._names_by_alias.get(name, name)
+
+    def announced_name(self, name: str) -> str:
+        """Return the name by which workers of this model announce their start: of an adapter, that of its base."""
+        served_name = self.served_name(name)
+        return self._base_by_adapter.get(served_name, served_name)
 
     async def resolve_alias(self, name: str) -> str:
         """Return the name of the model with this alias, which discovery alone may know yet; else the name itself."""
@@ -297,6 +303,7 @@ class ModelRegistry:
             if name in unloaded_names:  # on purpose: it need not be waited for
                 _logger.info("the adapter %r was unloaded by the last worker that had it", name)
                 self._detach(previous[name])
+                del self._base_by_adapter[name]
                 if name not in self._models:  # alerts are for models that lost their workers
                     shown = self._metrics
                     for gauge in (shown.workers, shown.workers_down, shown.ready):
@@ -304,6 +311,7 @@ class ModelRegistry:
             else:
                 self._lose(previous[name])
         for name, model in self._adapters.items():
+            self._base_by_adapter[name] = model.announced_name
             if name not in previous:
                 _logger.info("serving %r, an adapter of %r", name, model.base and model.base.name)
             self._lost_names.discard(name)

@@ -9,8 +9,8 @@ added up (counters, most gauges) and which not (a model's context length) only t
 `sum without (http_worker)`.
 
 The process that gets a request may not be the one that stores the response from which it continues. It asks its peers
-for a response that it does not have, and stores what they give, so that a conversation that moves to another connection
-moves to its process once.
+for all responses that it does not have at once, and stores what they give, so that a conversation that moves to another
+connection moves to its process once. An answer that would be too long has a part of them, and is followed by another.
 
 Each process reports to the others what was charged to API keys at it, every `REPORT_INTERVAL_S` while there is
 something to report. So a limit holds for all processes together, but for the requests of the last second. A report that
@@ -36,9 +36,10 @@ from dynamo.runtime.http import exchange, json_body, server
 
 TIMEOUT_S = 2.0
 REPORT_INTERVAL_S = 1.0
-STORED_PATH, USAGE_PATH = "/kept/", "/usage_of_keys"
+STORED_PATH, FETCH_PATH, USAGE_PATH = "/kept/", "/kept", "/usage_of_keys"
 WORKER_LABEL = "http_worker"
 _MAX_BYTES = 64 << 20
+_PART_BYTES = 16 << 20  # of responses in one answer, if it has several
 _MAX_REFERENCES = 1000  # the last items of an input, among which they are looked for
 _logger = logging.getLogger(__name__)
 PeerRoutes = Mapping[tuple[str, str], exchange.Handler]
@@ -125,7 +126,8 @@ def _add_label(sample: str, process: str) -> str:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_stored = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
+_decode_stored = msgspec.msgpack.Decoder(dict[str, response_store.StoredResponse]).decode
+_decode_ids = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class _InputItem(msgspec.Struct, frozen=True):
@@ -169,7 +171,7 @@ class SharedResponses:
         self._peers = other_processes
         self._tenant_of = tenant_of
         self.routes: PeerRoutes = {
-            ("GET", STORED_PATH + "*"): self._respond_stored,
+            ("POST", FETCH_PATH): self._respond_stored,
             ("DELETE", STORED_PATH + "*"): self._remove,
         }
 
@@ -186,8 +188,7 @@ class SharedResponses:
                 response_ids = continuation.response_ids
             except errors.InvalidRequest:
                 response_ids = ()  # the error is reported where the whole request is decoded
-            for response_id in response_ids:
-                await self._fetch(response_id)
+            await self._fetch(response_ids)
             await _finish(handler(client))
 
         return handle
@@ -201,7 +202,7 @@ class SharedResponses:
 
         async def handle(client: exchange.Exchange) -> None:
             response_id = id_of(client)
-            await self._fetch(response_id)
+            await self._fetch((response_id,))
             is_own = self.store.find(response_id, self._tenant_of(client)) is not None
             if client.request.method == "DELETE" and is_own:
                 await self._peers.ask_all("DELETE", STORED_PATH + quote(response_id, safe=""))
@@ -209,16 +210,30 @@ class SharedResponses:
 
         return handle
 
-    async def _fetch(self, response_id: str) -> None:
-        if self.store.find_any(response_id) is not None:
-            return
-        bodies = await self._peers.ask_all("GET", STORED_PATH + quote(response_id, safe=""))
-        for body in bodies.values():
-            self.store.put(response_id, _decode_stored(body))
+    async def _fetch(self, response_ids: Collection[str]) -> None:
+        missing = [each for each in response_ids if self.store.find_any(each) is None]
+        while missing:
+            bodies = await self._peers.ask_all("POST", FETCH_PATH, _encode(missing))
+            fetched = {
+                name: kept
+                for body in bodies.values()
+                for name, kept in _decode_stored(body).items()
+            }
+            for response_id, stored in fetched.items():
+                self.store.put(response_id, stored)
+            missing = [each for each in missing if each not in fetched] if fetched else []
 
     def _respond_stored(self, client: exchange.Exchange) -> None:
-        stored = self.store.find_any(client.request.path.removeprefix(STORED_PATH))
-        respond_optional(client, None if stored is None else _encode(stored))
+        found: dict[str, response_store.StoredResponse] = {}
+        num_bytes = 0
+        for response_id in _decode_ids(client.request.body):
+            stored = self.store.find_any(response_id)
+            if stored is not None:
+                num_bytes += stored.num_bytes
+                if found and num_bytes > _PART_BYTES:
+                    break
+                found[response_id] = stored
+        client.respond(200, _encode(found))
 
     def _remove(self, client: exchange.Exchange) -> None:
         was_stored = self.store.remove(client.request.path.removeprefix(STORED_PATH))

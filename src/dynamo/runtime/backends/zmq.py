@@ -151,8 +151,8 @@ class ZmqEventPlane:
                 await asyncio.sleep(_REBIND_S)
         self._publisher = publisher
         try:
-            for record in map(self._channel, self._topics):
-                await self._tell_channel(record)
+            for topic in list(self._topics):  # one that is new meanwhile has the new address
+                await self._tell_channel(self._channel(topic))
         finally:  # the end of the context waits for each socket, in this thread
             former.close()
 

@@ -369,7 +369,8 @@ class OllamaHandlers:
             turn = await answers.unknown.decode(client, decode)
             name = self._handlers.default_of(client, turn.model)
             may_see = self._handlers.rights.model_filter(client)
-            is_asleep = answers.worker_wait.is_expected(name)
+            announced_name = self._handlers.models.announced_name(name)
+            is_asleep = answers.worker_wait.is_expected(announced_name)
             if turn.keeps_alive or not is_asleep or not (may_see is None or may_see(name)):
                 await answers.find_model(name, client)
         except errors.DynamoError as error:

@@ -281,7 +281,8 @@ class EtcdLease:
     etcd slept for longer than its time to live, or etcd was restarted with nothing, is taken again *under the same id*,
     and the keys are put back: to others it is the same instance as before. The desired state of etcd is kept here and
     written anew with each connection, so nothing has to be known of what etcd lost; a watcher sees no change in a key
-    that is written as it was. Methods that call etcd raise Unavailable if it is away, ConfigError if it refuses.
+    that is written as it was. A key that etcd refuses then is named and set aside, and the others go on. Methods that
+    call etcd raise Unavailable if it is away, ConfigError if it refuses.
     """
 
     def __init__(self, lease_id: int, ttl_s: int, time: clock.Clock) -> None:
@@ -289,6 +290,9 @@ class EtcdLease:
         self._id = lease_id
         self._ttl_s = ttl_s
         self._desired: dict[str, bytes | None] = {}  # None: to be removed
+        self._refused: set[str] = (
+            set()
+        )  # keys that etcd did not let us write, which `keep` tries again
         self._revisions: dict[str, int] = {}  # of etcd, at which we wrote each key last
         self._refresh_at = math.inf  # then a refresh is due
         self._attaching = asyncio.Lock()
@@ -321,12 +325,12 @@ class EtcdLease:
             await self._write(etcd, key)
 
     async def attach(self, etcd: connection.EtcdConnection) -> None:
-        """Hold the lease, taken again if it was lost, with all keys of the desired state."""
+        """Hold the lease, taken again if it was lost, with all keys of the desired state that etcd does not refuse."""
         async with self._attaching, asyncio.TaskGroup() as group:
             if not self._is_over and not await self._refresh(etcd):
                 await self._take(etcd)
             for key in self._desired:
-                group.create_task(self._write(etcd, key))
+                group.create_task(self._write_or_set_aside(etcd, key))
 
     async def keep(self, etcd: connection.EtcdConnection) -> None:
         """Refresh the lease for as long as etcd answers."""
@@ -335,8 +339,8 @@ class EtcdLease:
                 await etcd.check()
             if not await self._refresh(etcd):
                 await self.attach(etcd)
-            with contextlib.suppress(errors.ConfigError):  # `delete` waits for them no longer
-                await self.write(etcd, *self.unanswered_removals)
+            for key in self._refused.union(self.unanswered_removals):  # no caller waits for them
+                await self._write_or_set_aside(etcd, key)
 
     def check_now(self) -> None:
         """Check at once whether etcd is there, because a call got no answer."""
@@ -346,10 +350,11 @@ class EtcdLease:
         """Revoke the lease: its keys vanish."""
         async with self._attaching:
             self._is_over = True
-            for key, value in self._desired.items():
-                if value is not None:
-                    async with self._lock_of(key):
-                        await self._put(etcd, key, REMOVED)
+            for key in list(self._desired):  # removals that are being written take theirs out
+                async with self._lock_of(key):
+                    if self._desired.get(key) is not None:
+                        with contextlib.suppress(errors.ConfigError):  # one refused key of all
+                            await self._put(etcd, key, REMOVED)
             await etcd.revoke(self._id)
 
     async def _refresh(self, etcd: connection.EtcdConnection) -> bool:
@@ -386,6 +391,16 @@ class EtcdLease:
                 del self._revisions[key]
                 if self._desired[key] is None:  # and not set again meanwhile
                     del self._desired[key]
+
+    async def _write_or_set_aside(self, etcd: connection.EtcdConnection, key: str) -> None:
+        try:
+            await self._write(etcd, key)
+        except errors.ConfigError as error:
+            if key not in self._refused:
+                log.warning("others do not see %r as it is here: %s; trying again", key, error)
+            self._refused.add(key)
+        else:
+            self._refused.discard(key)
 
     async def _put(self, etcd: connection.EtcdConnection, key: str, value: bytes) -> int:
         """Write a key, whose revision another of our writes may have changed; return its revision now."""
