@@ -57,6 +57,22 @@ class _Adapters(msgspec.Struct):
     loras: dict[str, int]
 
 
+class _Reason(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Reason
+
+
+def read_refusal(body: bytes) -> str:
+    """Return the message of a refusal as a frontend or a worker words it; of others the beginning of the body."""
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except (UnicodeDecodeError, msgspec.MsgspecError):
+        return body[:500].decode(errors="replace")
+
+
 class HttpClient:
     """Requests to one process. Raises Unavailable if it does not answer, and a RequestError for what it refuses."""
 
@@ -104,10 +120,10 @@ class HttpClient:
                 page: bytes = answer.read()
                 return page
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
+            reason = read_refusal(error.read())
             default = errors.InvalidRequest if error.code < 500 else errors.Unavailable
             raised = _ERROR_BY_STATUS.get(error.code, default)
-            message = f"{request.method} {request.full_url}: {error.code}: {text[:500]}"
+            message = f"{request.method} {request.full_url}: {error.code}: {reason}"
             raise raised(message) from error
 
 

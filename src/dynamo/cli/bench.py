@@ -57,7 +57,7 @@ class Answered:
 
 
 def run(options: BenchConfig) -> int:
-    """Run the load, print the report and return 1 if a request failed. Raises DynamoError."""
+    """Run the load, print the report and return 1 if a request failed. Raises DynamoError, also if all failed."""
     clock = clocks.SystemClock()
     began_at = clock.now()
     answers: list[Answered] = []
@@ -70,6 +70,9 @@ def run(options: BenchConfig) -> int:
         exit_code = _INTERRUPTED
         print(file=sys.stderr)  # after ^C
     report = summarize(answers, clock.now() - began_at)
+    if answers and report["failed"] == len(answers) and not (options.json or exit_code):
+        # no figures: all would be 0
+        raise errors.Unavailable(f"all {len(answers)} requests failed: {report['first_error']}")
     print(msgspec.json.encode(report).decode() if options.json else render(report))
     return exit_code or (1 if report["failed"] else 0)
 
@@ -115,7 +118,7 @@ class _LastChunk(msgspec.Struct):
 
 class _ChatClient:
     def __init__(self, url: str, api_key: str, clock: clocks.Clock) -> None:
-        self._url = f"{url}/v1/chat/completions"
+        self._url = url
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._clock = clock
 
@@ -132,26 +135,29 @@ class _ChatClient:
         )
         sent_at, num_tokens = self._clock.now(), 0
         times: list[float] = []
+        url = f"{self._url}/v1/chat/completions"
         try:
             async with (
                 self._clock.timeout(_REQUEST_S),
-                http_client.open_response(
-                    "POST", self._url, body, headers=self._headers
-                ) as response,
+                http_client.open_response("POST", url, body, headers=self._headers) as response,
             ):
                 if response.status != 200:
-                    refusal = (await response.body.read(500)).decode("utf-8", "replace")
+                    refusal = client.read_refusal(await response.body.read())
                     raise errors.Unavailable(f"{response.status}: {refusal}")
                 async for line in response.body:
                     if line.startswith(b"data: {"):
                         if b'"error"' in line[:20]:
-                            raise errors.Unavailable(line[6:200].decode("utf-8", "replace"))
+                            raise errors.Unavailable(client.read_refusal(line[6:]))
                         if b'"choices":[]' in line:
                             usage = msgspec.json.decode(line[6:], type=_LastChunk).usage
                             num_tokens = usage.completion_tokens if usage else 0
                         elif not times or b'"delta":{}' not in line:  # which only ends it
                             times.append(self._clock.now())
-        except (OSError, ValueError, errors.DynamoError, msgspec.MsgspecError) as error:
+        except TimeoutError:
+            return Answered(sent_at, error=f"no answer within {_REQUEST_S:g} s")
+        except OSError as error:
+            return Answered(sent_at, error=top.describe_no_answer(self._url, error))
+        except (ValueError, errors.DynamoError, msgspec.MsgspecError) as error:
             return Answered(sent_at, error=str(error) or type(error).__name__)
         return Answered(
             sent_at, tuple(times), num_tokens, "" if times else "an answer without tokens"

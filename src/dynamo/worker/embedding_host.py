@@ -28,6 +28,7 @@ from dynamo.protocols import blocks, encoders, instances, model_card, model_erro
 from dynamo.runtime import component, requests
 from dynamo.worker import card as cards
 from dynamo.worker import health, startup
+from dynamo.worker import host as hosts
 
 MAX_BATCH_INPUTS = 64  # also bounds a reply: 64 vectors of 8192 floats are 2 MiB
 MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
@@ -108,7 +109,7 @@ class EmbeddingHost:
             self._requests.hand_over(errors.WorkerLost("the worker stops: ask another"))
         await self._files.close()
         await self._tasks.close()
-        await self._embedder.stop()
+        await hosts.stop_engine(self._embedder, self._clock)
         await self.system_port.close()
         _logger.info("stopped")
 

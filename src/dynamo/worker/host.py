@@ -46,6 +46,15 @@ ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
 
 
+async def stop_engine(engine: api.Engine | api.Embedder, clock: clocks.Clock) -> None:
+    """Stop an engine; one that hangs in a thread is left to the end of the process."""
+    try:
+        async with clock.timeout(ENGINE_STOP_S):
+            await engine.stop()
+    except TimeoutError:
+        _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
+
+
 class LifecycleHook(Protocol):
     """Work that begins and ends with a worker."""
 
@@ -270,11 +279,7 @@ class Host:
         for hook in self._hooks:
             await hook.close()
         self._is_loaded = False
-        try:
-            async with self._clock.timeout(ENGINE_STOP_S):
-                await self._engine.stop()
-        except TimeoutError:
-            _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
+        await stop_engine(self._engine, self._clock)
         await self._files.close()
         await self._tasks.close()
         await self.system_port.close()

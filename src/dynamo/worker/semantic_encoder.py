@@ -116,9 +116,9 @@ class ClassificationRequests:
             if batch:
                 await self._compute(batch)
 
-    async def close(self) -> None:
-        """Return when the thread has ended."""
-        await asyncio.to_thread(self._thread.shutdown)
+    def close(self) -> None:
+        """Let the thread end with its batch; one that hangs is left to the end of the process."""
+        self._thread.shutdown(wait=False)
 
     def _accept(self, call: requests.Call, received_at: float) -> None:
         if len(self._waiting) >= self._max_waiting or self._num_characters > MAX_WAITING_CHARACTERS:
@@ -262,5 +262,5 @@ async def serve(
         finally:
             await runtime.drain(_STOP_S)
             await running.close()
-            await accepted.close()
+            accepted.close()
             await system_port.close()

@@ -621,6 +621,28 @@ def test_report_of_a_load_counts_failures_and_percentiles():
     assert bench.summarize([], 1.0)["ttft_ms_p50"] == 0.0
 
 
+def test_load_of_which_all_requests_fail_is_one_sentence_with_the_cause(monkeypatch, capsys):
+    async def refuse(options, clock, answers):
+        answers += [bench.Answered(0.0, error="401: expected an API key")] * 3
+
+    monkeypatch.setattr(bench, "_run", refuse)
+    with pytest.raises(errors.Unavailable) as failure:
+        bench.run(bench.BenchConfig())
+
+    assert str(failure.value) == "all 3 requests failed: 401: expected an API key"
+    assert capsys.readouterr().out == ""
+    assert bench.run(bench.BenchConfig(json=True)) == 1
+    assert '"failed":3' in capsys.readouterr().out
+
+
+def test_load_that_meets_no_frontend_says_what_to_do(monkeypatch):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(errors.Unavailable, match="start one with `dynamo serve`"):
+            bench.run(bench.BenchConfig(url=url, model="m", requests=2))
+
+
 def test_load_by_rate_ends_with_its_last_request(monkeypatch):
     async def answer(self, model, prompt, max_tokens):
         return bench.Answered(0.0, (0.1,), 1)

@@ -66,3 +66,13 @@ def test_answer_that_cannot_be_read_is_unavailable(monkeypatch, open_url):
     assert not worker.is_healthy()
     with pytest.raises(errors.Unavailable, match="http://worker does not answer"):
         worker.list_loras()
+
+
+def test_refusal_is_raised_with_its_message_alone(monkeypatch):
+    body = io.BytesIO(b'{"error":{"message":"expected an API key","code":"invalid_api_key"}}')
+    failure = urllib.error.HTTPError("http://worker", 401, "", None, body)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse(failure))
+
+    with pytest.raises(errors.Unauthenticated) as refusal:
+        client.WorkerClient("http://worker").list_loras()
+    assert str(refusal.value) == "GET http://worker/v1/loras: 401: expected an API key"

@@ -11,6 +11,7 @@ from dynamo.frontend import service
 from dynamo.frontend.apis import chat as chat_request
 from dynamo.frontend.apis import description, openapi
 from dynamo.observability import metrics
+from dynamo.protocols import generate
 
 OPERATIONS = service.Frontend._declare_operations(*[mock.MagicMock()] * 6)
 DOCUMENT = openapi.make_document(OPERATIONS, "1.2.3")
@@ -103,6 +104,41 @@ async def test_answers_are_as_described(rig, path):
     for data in events("\n\n".join(found)):
         if data != "[DONE]":
             jsonschema_rs.validate(schema(EVENTS[path]), data)
+
+
+EVERYTHING = {
+    "service_tier": "auto",
+    "return_token_ids": True,
+    "nvext": {"extra_fields": ["worker_id", "timing"]},
+    "stop": "y",
+}
+
+
+def strict(name):
+    """Return a schema by which an answer has no fields but those that are described."""
+    closed = {
+        each: described | ({"additionalProperties": False} if "properties" in described else {})
+        for each, described in DOCUMENT["components"]["schemas"].items()
+    }
+    return {"$ref": f"#/components/schemas/{name}", "components": {"schemas": closed}}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_fields_that_a_client_asks_for_are_described(rig, path):
+    name, body = ANSWERS[path]
+    body = {"model": "m", **EVERYTHING, **body}
+    stream = await rig.client.post(path, json=body | {"stream": True})
+    chunks = [event for event in events(stream.text) if event != "[DONE]"]
+    logprobs = (generate.TokenLogprobs(-1.0, ()),) * 9
+    rig.one.script = [
+        generate.Output((121,), prompt_logprobs=logprobs, cached_tokens=0),
+    ]
+    whole = await rig.client.post(path, json=body | {"prompt_logprobs": 0})
+
+    assert "prompt_logprobs" in whole.text
+    jsonschema_rs.validate(strict(name), whole.json())
+    for chunk in chunks:
+        jsonschema_rs.validate(strict(EVENTS[path]), chunk)
 
 
 @pytest.mark.parametrize(

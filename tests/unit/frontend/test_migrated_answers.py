@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
+from dynamo.frontend.delivery import choices
 from dynamo.frontend.model_registry import registered_model
 from dynamo.protocols import generate, model_card
 from waiting import PATIENT_S, until
@@ -195,6 +196,30 @@ async def test_unstarted_request_is_sent_again_unchanged(workers):
     (first,), (second,) = workers.one.requests, workers.two.requests
 
     assert first == second
+
+
+async def test_lost_prompt_is_looked_at_without_those_of_the_others(workers, monkeypatch):
+    prompts = [f"{number} " for number in range(64)]
+    speak, num_looks, lost_prompts = Speaker(), 0, set()
+
+    def lose_once(call, request):
+        if request.token_ids in lost_prompts:
+            speak(call, request)
+        else:
+            lost_prompts.add(request.token_ids)
+            call.fail(GONE)
+
+    def look(choice):
+        nonlocal num_looks
+        num_looks += 1
+        return choice.finish_reason is not None
+
+    workers.one.script = workers.two.script = lose_once
+    monkeypatch.setattr(choices.Choice, "is_over", property(look))
+    answer = await workers.complete(prompts, max_tokens=1)
+
+    assert len(answer.json()["choices"]) == len(lost_prompts) == len(prompts)
+    assert num_looks <= 4 * len(prompts)
 
 
 async def test_only_open_choices_migrate(workers):

@@ -13,7 +13,7 @@ from dynamo.engine import api
 from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.protocols import blocks, encoders, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
-from dynamo.worker import card, embedding_host, health, main, model_source, settings
+from dynamo.worker import card, embedding_host, health, host, main, model_source, settings
 from waiting import PATIENT_S
 
 FACTS = api.EmbedderFacts(
@@ -293,6 +293,19 @@ async def test_request_that_outlives_the_drain_is_handed_over_to_another_worker(
     with pytest.raises(errors.WorkerLost, match="the worker stops: ask another") as caught:
         await asyncio.wait_for(asked, PATIENT_S)
     assert type(caught.value) is errors.WorkerLost
+
+
+async def test_embedding_host_with_an_embedder_that_hangs_stops(world, monkeypatch):
+    embedding_worker, _ = world
+
+    async def hang(embedder):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MockEmbedder, "stop", hang)
+    monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
+    await embedding_worker.start()
+
+    await asyncio.wait_for(embedding_worker.stop(1), PATIENT_S)
 
 
 async def test_request_to_an_embedder_that_is_lost_is_handed_over_at_once(world, monkeypatch):

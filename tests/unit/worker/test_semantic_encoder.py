@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import threading
 
 import httpx
 import pytest
@@ -82,7 +83,7 @@ class EncoderProcess:
 
     async def __aexit__(self, *_):
         await self.tasks.close()
-        await self.accepted.close()
+        self.accepted.close()
         await self.runtime.close()
 
 
@@ -108,6 +109,44 @@ def expected(directory, name, text):
     ids = [1, *(4 + WORDS.index(word) for word in text.split()), 2]
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].softmax(-1).tolist()
+
+
+class HangingClassifiers:
+    """Classifiers whose thread does not come back."""
+
+    names = frozenset({"domain"})
+
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+        self.has_begun, self.may_end = asyncio.Event(), threading.Event()
+
+    def classify(self, inputs):
+        self.loop.call_soon_threadsafe(self.has_begun.set)
+        self.may_end.wait(PATIENT_S)
+        return []
+
+
+async def test_encoders_that_hang_are_not_waited_for_at_the_end(cluster, client):
+    classifiers = HangingClassifiers()
+    name = instances.EndpointName("dynamo", encoders.COMPONENT, encoders.ENDPOINT)
+    async with (
+        await component.DistributedRuntime.in_memory(cluster) as runtime,
+        tasks.Tasks() as running,
+    ):
+        counters = health.WorkerMetrics(name, runtime.clock)
+        accepted = semantic_encoder.ClassificationRequests(
+            classifiers, max_waiting=1, counters=counters, clock=runtime.clock
+        )
+        running.start("classify", accepted.run())
+        await runtime.register(name, accepted.handle)
+        running.start("ask", client.classify(texts("domain", "good"), PATIENT_S))
+        await asyncio.wait_for(classifiers.has_begun.wait(), PATIENT_S)
+        accepted.close()
+        is_left_computing = not classifiers.may_end.is_set()
+        await running.close()
+        classifiers.may_end.set()
+
+    assert is_left_computing
 
 
 async def test_answers_agree_with_transformers(directory, cluster, client):

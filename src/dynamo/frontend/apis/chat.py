@@ -141,13 +141,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     audio: None
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(sse.ChoiceFields, kw_only=True):
     """One of the `n` answers."""
 
     index: int
     message: ChatMessage
     finish_reason: FinishReason
-    stop_reason: int | str = ""  # the stop token or string, if one ended it
     logprobs: ChatLogprobs | None
 
 
@@ -162,6 +161,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: sse.Usage
     system_fingerprint: str | None
     service_tier: Literal["default"]
+    prompt_token_ids: sse.TokenIds = msgspec.UNSET
+    prompt_logprobs: sse.PromptLogprobs = msgspec.UNSET
+    nvext: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as `nvext.extra_fields` names them
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -190,14 +192,13 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCallDelta] = []
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(sse.ChoiceFields, kw_only=True):
     """A piece of one of the `n` answers."""
 
     index: int
     delta: ChatDelta
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None
-    stop_reason: int | str = ""  # the stop token or string, if one ended it
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -210,6 +211,9 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None
     usage: sse.Usage | None = None
+    service_tier: Literal["default"] | msgspec.UnsetType = msgspec.UNSET  # where one was named
+    prompt_token_ids: sse.TokenIds = msgspec.UNSET
+    nvext: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatFormatter:

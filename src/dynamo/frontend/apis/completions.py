@@ -141,14 +141,15 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
+class CompletionChoice(sse.ChoiceFields, kw_only=True):
     """One of the `n` answers to one of the prompts."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length", "content_filter"] | None  # null: the stream goes on
-    stop_reason: int | str = ""  # the stop token or string, if one ended it
+    prompt_token_ids: sse.TokenIds = msgspec.UNSET
+    prompt_logprobs: sse.PromptLogprobs = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -161,6 +162,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     system_fingerprint: str | None
     usage: sse.Usage | None = None
+    nvext: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as `nvext.extra_fields` names them
 
 
 class CompletionFormatter:

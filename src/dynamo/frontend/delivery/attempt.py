@@ -81,6 +81,11 @@ class Attempt:
         return False
 
     @property
+    def has_unsettled(self) -> bool:
+        """True if a choice is over and not settled: a fault of ours has lost its last output."""
+        return any(choice.is_over and not choice.is_settled for choice in self.choices)
+
+    @property
     def has_begun(self) -> bool:
         """True if any token has come, from whichever worker."""
         return any(choice.text.num_tokens for choice in self.choices)

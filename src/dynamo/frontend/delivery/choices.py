@@ -111,6 +111,7 @@ class Choice:
     __slots__ = (
         "finish_reason",
         "index",
+        "is_settled",
         "last_at",
         "num_calls",
         "num_reasoning_tokens",
@@ -128,6 +129,7 @@ class Choice:
         self.push = text.push
         self.reporter = LogprobReporter(text) if has_logprobs else None
         self.finish_reason: generate.FinishReason | None = None
+        self.is_settled = False  # it is over, and its delivery has taken account of that
         self.stop_token: int | str | None = None  # of the request, by which the engine ended it
         self.last_at: float | None = None  # time of its latest token, of the frontend's clock
         self.num_calls = 0

@@ -132,7 +132,7 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
 class Delivery(abc.ABC):
     """The delivery of one answer; subclasses define how outputs reach the client."""
 
-    __slots__ = ("_attempts", "_meter", "_num_cached", "_num_open", "_num_prompt_tokens", "_num_settled",
+    __slots__ = ("_attempts", "_meter", "_num_cached", "_num_open", "_num_prompt_tokens",
                  "_reported_prompts", "_retry", "_wait_callbacks", "choices", "client", "count_tokens", "is_over",
                  "num_choices", "prepared")  # fmt: skip
 
@@ -154,7 +154,6 @@ class Delivery(abc.ABC):
         self._attempts: list[Attempt] = []  # by choice
         self._retry: Retry = _never_retry
         self._num_open = len(prepared.prompts)
-        self._num_settled = 0  # choices
         # tokens of all prompts; with images, as the engine counts them once it reports
         self._num_prompt_tokens = 0
         for prompt in prepared.prompts:
@@ -214,8 +213,7 @@ class Delivery(abc.ABC):
         """
         if self.is_over:
             return
-        num_complete = sum(choice.is_over for choice in self.choices)
-        is_lost = not self._num_open or num_complete > self._num_settled
+        is_lost = not self._num_open or attempt.has_unsettled
         if is_lost or (attempt.is_open and not self._retry(attempt, error)):
             self.fail(error)
 
@@ -273,7 +271,7 @@ class Delivery(abc.ABC):
 
         If it is, `complete` follows once the client has it.
         """
-        self._num_settled += 1
+        choice.is_settled = True
         siblings = self.choices_of(choice.index // self.num_choices)
         is_any_cut = False
         for sibling in siblings:

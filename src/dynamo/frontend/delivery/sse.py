@@ -56,6 +56,26 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """The log probability of a token at one place of a prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# where requested; log probabilities by token id, null for the first token
+TokenIds = list[int] | msgspec.UnsetType
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | msgspec.UnsetType
+
+
+class ChoiceFields(msgspec.Struct, kw_only=True):
+    """What `choice_fields` adds to a choice."""
+
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
+
+
 class Template(NamedTuple):
     """The bytes around the text in each event of one choice."""
 
