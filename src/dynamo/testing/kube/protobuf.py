@@ -12,8 +12,8 @@ Object = dict[str, Any]
 MEDIA_TYPE = "application/vnd.kubernetes.protobuf"
 MAGIC = b"k8s\0"
 
-# Message → field number → name and type: s text, b bytes, n number, o one that is left out if 0, t truth value, `m…` map, `*…` repeated, else a
-# message; one without a name has fields of the message around it.
+# Message → field number → name and type: s text, b bytes, n number, o one that is left out if 0, t truth value,
+# `m…` map, `*…` repeated, else a message; one without a name has fields of the message around it.
 _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "Meta": {
         1: ("name", "s"), 2: ("generateName", "s"), 3: ("namespace", "s"),
