@@ -1,5 +1,6 @@
 """The Helm charts: rendered, linted, checked against Kubernetes's schemas, and held to least privilege."""
 
+import functools
 import itertools
 import pathlib
 import runpy
@@ -426,3 +427,54 @@ def test_worker_without_a_model_is_refused_by_name(archives):
 
     with pytest.raises(helm.HelmError, match="missing property 'model'"):
         chart.validate_schema({"workers": [{"workerType": "prefill"}]})
+
+
+def places(values, *place):
+    """Return the path to each mapping of a chart's values."""
+    yield place
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from places(value, *place, key)
+
+
+@pytest.mark.parametrize("name", sorted(packaging["CHARTS"]))
+def test_mistyped_value_is_refused_wherever_it_stands(archives, name):
+    chart = helm.Chart.load(archives[f"{name}-0.4.1.tgz"])
+    values = yaml.safe_load((packaging["CHARTS"][name] / "values.yaml").read_text())
+    chart.validate_schema(values)
+
+    for place in places(values):
+        if place[-1:] not in (("requests",), ("limits",)):  # a cluster has resources of its own
+            mistyped = functools.reduce(
+                lambda inner, key: {key: inner}, reversed(place), {"enabeld": 1}
+            )
+            with pytest.raises(helm.HelmError, match="'enabeld' not allowed"):
+                chart.validate_schema(mistyped)
+
+
+@pytest.mark.parametrize("name", sorted(packaging["CHARTS"]))
+def test_chart_takes_what_a_chart_around_it_gives_to_its_subcharts(archives, name):
+    chart = helm.Chart.load(archives[f"{name}-0.4.1.tgz"])
+
+    chart.validate_schema({"global": {"imageRegistry": "registry.example"}, "enabled": True})
+
+
+def test_mistyped_value_of_a_worker_is_refused(archives):
+    chart = helm.Chart.load(archives["dynamo-vllm-0.4.1.tgz"])
+    worker = {
+        "model": {"path": "m"},
+        "name": "w",
+        "workerType": "decode",
+        "replicas": 0,
+        "tensorParallelSize": 2,
+        "enforceEager": False,
+        "maxModelLen": "128k",
+        "gpuMemoryUtilization": 0.9,
+        "connector": "nixl",
+        "extraArgs": ["--seed", 1],
+        "resources": {"limits": {"gpu": 8}},
+    }
+    chart.validate_schema({"workers": [worker]})
+
+    with pytest.raises(helm.HelmError, match="'maxModelLength' not allowed"):
+        chart.validate_schema({"workers": [{**worker, "maxModelLength": 4096}]})

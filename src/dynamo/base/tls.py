@@ -23,6 +23,12 @@ _OPENSSL = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen
 NO_PASSPHRASE = ""  # without it OpenSSL would ask for the passphrase of an encrypted key on the terminal, and wait
 
 
+def load_certificate(context: ssl.SSLContext, certificate: Path | str, key: Path | str) -> None:
+    """Show a certificate from now on; a context in use keeps its own if these files cannot be used. Raises OSError."""
+    for loading in (ssl.SSLContext(context.protocol), context):  # a failure leaves it without any
+        loading.load_cert_chain(certificate, key, NO_PASSPHRASE)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerCertificate:
     """A certificate, which clients trust, and its key, both in PEM."""
@@ -37,7 +43,7 @@ class ServerCertificate:
             chain.write_bytes(self.certificate)
             key.write_bytes(self.key)
             try:
-                context.load_cert_chain(chain, key, NO_PASSPHRASE)
+                load_certificate(context, chain, key)
             except ssl.SSLError as error:
                 raise errors.ConfigError(f"the certificate cannot be used: {error}") from error
 

@@ -37,7 +37,7 @@ class HttpCertificate:
         settings = self._settings
         certificate, key = settings.tls_cert_path or "", settings.tls_key_path or ""
         try:
-            context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
+            tls.load_certificate(context, certificate, key)
         except (OSError, ssl.SSLError) as error:
             raise errors.ConfigError(
                 "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key, without a passphrase, in "

@@ -176,13 +176,17 @@ class StderrSink:
 
 
 class JsonlSink:
-    """Rows in one growing file. Several processes may share it: each write appends whole lines."""
+    """Rows in one growing file, which may be moved away. Processes may share it: each write appends whole lines."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _open_file(path)
+        self._path, self._file = path, _open_file(path)
 
     def write(self, lines: bytes, num_lines: int) -> None:
         del num_lines
+        at_path = self._path.stat() if self._path.exists() else None
+        if at_path is None or not os.path.samestat(at_path, os.fstat(self._file)):
+            former, self._file = self._file, _open_file(self._path)
+            os.close(former)
         _append(self._file, lines)
 
     def close(self) -> None:

@@ -464,6 +464,7 @@ class RequestStatus(Resource):
     state: (
         Literal["Pending", "Profiling", "Deploying", "Ready", "DeploymentDeleted", "Failed"] | None
     ) = None
+    observed_generation: int | None = None
     conditions: list[StatusCondition] | None = None
     generated_deployment: OpenObject | None = None
 

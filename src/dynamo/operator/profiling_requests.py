@@ -132,10 +132,8 @@ def decide(
         return _report(resource, observed, "Ready", waiting, **status_change)
     found = observed.find(graph_deployment.KIND, generated["metadata"]["name"])
     was_made = status.get("state") in ("Deploying", "Ready", "DeploymentDeleted")
-    is_own = (
-        found
-        and objects.labels_of(found).get(objects.REQUEST_LABEL) == resource["metadata"]["name"]
-    )
+    name = resource["metadata"]["name"]
+    is_own = found and objects.labels_of(found).get(objects.REQUEST_LABEL) == name
     if found is not None and not (was_made or is_own):
         text = (
             f"there is another deployment {generated['metadata']['name']}: delete it, or apply"
@@ -344,6 +342,6 @@ def _report(
         conditions.append(
             objects.make_condition(kind, True, "Succeeded", note, resource, observed.now)
         )
-    return Reconciliation(
-        status={"state": state, "conditions": conditions, **status}, create=create
-    )
+    status |= {"observedGeneration": resource["metadata"].get("generation", 0)}
+    status |= {"state": state, "conditions": conditions}
+    return Reconciliation(status=status, create=create)

@@ -1,6 +1,7 @@
 """Start, drain, stop; certificates."""
 
 import asyncio
+import shutil
 import ssl
 import subprocess
 
@@ -14,7 +15,7 @@ from dynamo.frontend import config, service
 from dynamo.protocols import generate
 from dynamo.router import config as router_config
 from dynamo.runtime import component
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 
 async def test_draining_frontend_is_live_unhealthy_and_refuses_requests(rig):
@@ -171,3 +172,17 @@ async def test_only_clients_with_a_signed_certificate_may_connect(bare, certific
 async def test_unreadable_certificate_authority_is_a_config_error(bare, certificates):
     with pytest.raises(errors.ConfigError, match="--tls-client-ca-cert-path"):
         await bare.start(**with_certificates(certificates, "missing.pem"))
+
+
+async def test_certificate_stays_while_the_next_one_does_not_fit_its_key(
+    bare, certificates, tmp_path, caplog
+):
+    """As between the copies of the two, or after the copy of a wrong one."""
+    used = [shutil.copy(certificates / f"server.{kind}", tmp_path) for kind in ("pem", "key")]
+    await bare.start(tls_cert_path=used[0], tls_key_path=used[1])
+    before = await live(bare, certificates, None)
+    shutil.copy(certificates / "client.pem", used[0])
+    await until(lambda: "so the former stays" in caplog.text)
+    after = await live(bare, certificates, None)
+
+    assert (before.status_code, after.status_code) == (200, 200)

@@ -49,6 +49,36 @@ def test_rows_are_lines_of_the_file_in_order(tmp_path, dropped):
     assert number(dropped) == 0
 
 
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_rows_after_a_rotation_are_in_a_new_file(tmp_path, has_successor):
+    """As logrotate moves a file away, with `nocreate` or with `create`."""
+    path, rotated = tmp_path / "a.jsonl", tmp_path / "a.jsonl.1"
+    sink = row_writer.JsonlSink(path)
+    sink.write(b"1\n", 1)
+    path.rename(rotated)
+    if has_successor:
+        path.touch()
+    sink.write(b"2\n", 1)
+    sink.write(b"3\n", 1)
+    sink.close()
+
+    assert (rotated.read_text(), path.read_text()) == ("1\n", "2\n3\n")
+
+
+def test_rows_go_on_once_a_new_file_can_be_made_after_a_rotation(tmp_path):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    sink = row_writer.JsonlSink(folder / "a.jsonl")
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError):
+        sink.write(b"1\n", 1)
+    folder.mkdir()
+    sink.write(b"2\n", 1)
+    sink.close()
+
+    assert (folder / "a.jsonl").read_text() == "2\n"
+
+
 def test_full_buffer_is_written_before_the_flush_interval_ends(tmp_path, dropped):
     written = threading.Event()
 

@@ -1,10 +1,11 @@
 """What a DynamoGraphDeploymentRequest becomes: the profiler's Job, and the deployment of its recommendation."""
 
+import msgspec
 import pytest
 import yaml
 
 from dynamo.base import errors
-from dynamo.operator import objects, profiling_requests, reviews
+from dynamo.operator import api_types, objects, profiling_requests, reviews
 from dynamo.operator.settings import OperatorConfig
 from dynamo.planner import profile_files, profile_sweep, profiling
 from dynamo.planner.policies import Targets
@@ -243,6 +244,15 @@ def test_request_that_was_changed_meanwhile_does_not_get_what_was_measured_befor
     after = objects.Observed(now="", pods=[pod])  # its pods go after the Job
     (again,) = profiling_requests.decide(changed, after, OperatorConfig(), "").create
     assert "other" in again["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_status_names_the_generation_that_it_is_of():
+    """Its definition keeps the field, since the type is what the definition is made of."""
+    request = make_request()
+    request["metadata"]["generation"] = 3
+    status = msgspec.convert(decide(request).status, api_types.RequestStatus)
+
+    assert status.observed_generation == 3
 
 
 def test_fields_without_effect_are_named_where_the_specification_is_found_valid():

@@ -408,6 +408,9 @@ def encode(*fields):
 NUMBERED_PORT = encode((1, 0), (2, 90), (3, ""))
 NAMED_PORT = encode((1, 1), (2, 0), (3, "http"))
 RULE = encode((1, "get"), (2, ""), (3, "pods"))
+BACKEND = encode((4, encode((1, "s"), (2, encode((1, "http"), (2, 0))))))
+BACKEND_PORT = {"service": {"name": "s", "port": {"name": "http"}}}
+EXPRESSION = encode((1, "a"), (2, "In"), (3, "b"))
 
 
 @pytest.mark.parametrize(
@@ -439,6 +442,45 @@ RULE = encode((1, "get"), (2, ""), (3, "pods"))
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "r"},
             },
         ),
+        (
+            "Ingress",
+            [
+                (
+                    2,
+                    encode(
+                        (3, encode((1, "h"), (2, encode((1, encode((1, encode((2, BACKEND)))))))))
+                    ),
+                )
+            ],
+            {"spec": {"rules": [{"host": "h", "http": {"paths": [{"backend": BACKEND_PORT}]}}]}},
+        ),
+        (
+            "ResourceQuota",
+            [(2, encode((1, encode((1, "cpu"), (2, encode((1, "2")))))))],
+            {"spec": {"hard": {"cpu": "2"}}},
+        ),
+        (
+            "PodDisruptionBudget",
+            [(2, encode((2, encode((2, EXPRESSION))), (3, NUMBERED_PORT)))],
+            {
+                "spec": {
+                    "maxUnavailable": 90,
+                    "selector": {
+                        "matchExpressions": [{"key": "a", "operator": "In", "values": ["b"]}]
+                    },
+                }
+            },
+        ),
+        (
+            "PriorityClass",
+            [(3, 1), (4, "low")],
+            {"globalDefault": True, "description": "low"},
+        ),
+        (
+            "CronJob",
+            [(2, encode((1, "* * * * *"), (5, encode((2, encode((6, b"")))))))],
+            {"spec": {"schedule": "* * * * *", "jobTemplate": {"spec": {"template": {}}}}},
+        ),
     ],
 )
 def test_objects_that_kubectl_create_makes_are_read(kind, fields, expected):
@@ -451,3 +493,9 @@ def test_objects_that_kubectl_create_makes_are_read(kind, fields, expected):
         "metadata": {"name": "x"},
         **expected,
     }
+
+
+def test_negative_number_of_a_body_is_read():
+    body = protobuf.MAGIC + encode((2, bytes([2 << 3]) + b"\xff" * 9 + b"\x01"))
+
+    assert protobuf.decode(body, "scheduling.k8s.io/v1", "PriorityClass")["value"] == -1

@@ -12,7 +12,8 @@ Object = dict[str, Any]
 MEDIA_TYPE = "application/vnd.kubernetes.protobuf"
 MAGIC = b"k8s\0"
 
-# Message → field number → name and type: s text, b bytes, n number, `m…` map, `*…` repeated, else a message.
+# Message → field number → name and type: s text, b bytes, n number, o one that is left out if 0, t truth value,
+# `m…` map, `*…` repeated, else a message; one without a name has fields of the message around it.
 _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "Meta": {
         1: ("name", "s"), 2: ("generateName", "s"), 3: ("namespace", "s"),
@@ -24,13 +25,17 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "Secret": {1: ("metadata", "Meta"), 2: ("data", "mb"), 3: ("type", "s"), 4: ("stringData", "ms")},
     "Deployment": {1: ("metadata", "Meta"), 2: ("spec", "DeploymentSpec")},
     "DeploymentSpec": {1: ("replicas", "n"), 2: ("selector", "Selector"), 3: ("template", "Template")},
-    "Selector": {1: ("matchLabels", "ms")},
+    "Selector": {1: ("matchLabels", "ms"), 2: ("matchExpressions", "*Requirement")},
+    "Requirement": {1: ("key", "s"), 2: ("operator", "s"), 3: ("values", "*s")},
     "Template": {1: ("metadata", "Meta"), 2: ("spec", "PodSpec")},
     "PodSpec": {2: ("containers", "*Container"), 3: ("restartPolicy", "s")},
     "Container": {1: ("name", "s"), 2: ("image", "s"), 3: ("command", "*s"), 4: ("args", "*s"), 6: ("ports", "*Port")},
     "Port": {1: ("name", "s"), 3: ("containerPort", "n"), 4: ("protocol", "s")},
     "Job": {1: ("metadata", "Meta"), 2: ("spec", "JobSpec")},
     "JobSpec": {6: ("template", "Template")},
+    "CronJob": {1: ("metadata", "Meta"), 2: ("spec", "CronJobSpec")},
+    "CronJobSpec": {1: ("schedule", "s"), 3: ("concurrencyPolicy", "s"), 5: ("jobTemplate", "JobTemplate")},
+    "JobTemplate": {1: ("metadata", "Meta"), 2: ("spec", "JobSpec")},
     "HorizontalPodAutoscaler": {1: ("metadata", "Meta"), 2: ("spec", "AutoscalerSpec")},
     "AutoscalerSpec": {
         1: ("scaleTargetRef", "Target"), 2: ("minReplicas", "n"), 3: ("maxReplicas", "n"), 4: ("metrics", "*Metric"),
@@ -42,6 +47,30 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     },
     "ServicePort": {1: ("name", "s"), 2: ("protocol", "s"), 3: ("port", "n"), 4: ("targetPort", "IntOrString")},
     "IntOrString": {2: ("n", "n"), 3: ("s", "s")},
+    "Ingress": {1: ("metadata", "Meta"), 2: ("spec", "IngressSpec")},
+    "IngressSpec": {
+        1: ("defaultBackend", "Backend"), 2: ("tls", "*IngressTls"), 3: ("rules", "*IngressRule"),
+        4: ("ingressClassName", "s"),
+    },
+    "IngressTls": {1: ("hosts", "*s"), 2: ("secretName", "s")},
+    "IngressRule": {1: ("host", "s"), 2: ("", "IngressRuleValue")},
+    "IngressRuleValue": {1: ("http", "IngressPaths")},
+    "IngressPaths": {1: ("paths", "*IngressPath")},
+    "IngressPath": {1: ("path", "s"), 2: ("backend", "Backend"), 3: ("pathType", "s")},
+    "Backend": {4: ("service", "BackendService")},
+    "BackendService": {1: ("name", "s"), 2: ("port", "BackendPort")},
+    "BackendPort": {1: ("name", "s"), 2: ("number", "o")},
+    "ResourceQuota": {1: ("metadata", "Meta"), 2: ("spec", "QuotaSpec")},
+    "QuotaSpec": {1: ("hard", "mQuantity"), 2: ("scopes", "*s")},
+    "Quantity": {1: ("s", "s")},
+    "PodDisruptionBudget": {1: ("metadata", "Meta"), 2: ("spec", "DisruptionSpec")},
+    "DisruptionSpec": {
+        1: ("minAvailable", "IntOrString"), 2: ("selector", "Selector"), 3: ("maxUnavailable", "IntOrString"),
+    },
+    "PriorityClass": {
+        1: ("metadata", "Meta"), 2: ("value", "n"), 3: ("globalDefault", "t"), 4: ("description", "s"),
+        5: ("preemptionPolicy", "s"),
+    },
     "Role": {1: ("metadata", "Meta"), 2: ("rules", "*Rule")},
     "ClusterRole": {1: ("metadata", "Meta"), 2: ("rules", "*Rule")},
     "Rule": {
@@ -123,7 +152,9 @@ def _decode_message(name: str, data: bytes) -> Object:
             item.setdefault(field, []).append(_decode_value(kind[1:], value))
         else:
             shown = _decode_value(kind, value)
-            if shown != "":
+            if field == "":
+                item |= shown
+            elif shown != "":
                 item[field] = shown
     return item
 
@@ -134,6 +165,10 @@ def _decode_value(kind: str, value: Any) -> Any:
     if kind == "b":
         return base64.b64encode(value).decode()
     if kind == "n":
-        return value
+        return value - (value >> 63 << 64)  # negative ones are of 64 bits
+    if kind == "o":
+        return value or ""
+    if kind == "t":
+        return bool(value)
     item = _decode_message(kind, value)
-    return item.get("s", item.get("n", 0)) if kind == "IntOrString" else item
+    return item.get("s", item.get("n", 0)) if kind in ("IntOrString", "Quantity") else item

@@ -115,7 +115,7 @@ def _load(context: ssl.SSLContext, ca: str, certificate: str, key: str) -> None:
         if ca:
             context.load_verify_locations(ca)
         if certificate:
-            context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
+            tls.load_certificate(context, certificate, key)
     except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
             f"NATS_TLS_*: expected readable PEM files, a key without a passphrase, got {ca} {certificate}: {error}"
