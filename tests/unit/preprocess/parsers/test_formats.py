@@ -79,7 +79,9 @@ MIMO = """\
 SOLAR = """\
 {%- for message in messages %}
     {{- '<|begin|>' + message.role }}
-    {%- if message.role == 'assistant' %}{{- '<|think|>' + message.reasoning_content + '<|end|><|begin|>assistant' }}{%- endif %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|think|>' + message.reasoning_content + '<|end|><|begin|>assistant' }}
+    {%- endif %}
     {{- '<|content|>' + message.content + '<|end|>' }}
     {%- if message.tool_calls %}{{- '<|begin|>assistant<|tool_calls|>' }}{%- endif %}
     {%- for call in message.tool_calls or [] %}
