@@ -129,6 +129,16 @@ def test_a_setting_that_does_not_fit_the_model_is_refused_before_loading(tmp_pat
         versions.make_config(made("--max-model-len", "4096", directory=directory))
 
 
+def test_unknown_model_is_refused_by_what_vllm_says_alone(tmp_path):
+    directory = vllm_models.make(tmp_path)
+    config = (directory / "config.json").read_text().replace('"qwen3"', '"foo"')
+    (directory / "config.json").write_text(config)
+    with pytest.raises(errors.ConfigError, match=r"^vLLM: The checkpoint .*`foo`") as caught:
+        versions.make_config(made(directory=directory))
+
+    assert "pydantic" not in str(caught.value)
+
+
 class HoldingEngine:
     """An engine whose blocks are fetched by another engine after some attempts to clear them."""
 

@@ -112,7 +112,10 @@ def load_preprocessor(
     chat_template = None
     if plain:
         chat_template = template.ChatTemplate(
-            plain, source_with_tools=with_tools, special_tokens=special_tokens, clock=clock
+            plain,
+            source_with_tools=with_tools,
+            special_tokens={**special_tokens, **card.runtime_config.template_defaults},
+            clock=clock,
         )
     vocab_size = config.get("vocab_size")
     preparer = preprocessor.Preprocessor(

@@ -75,7 +75,10 @@ class ChatTemplate:
         clock: clock.Clock,
         source_with_tools: str | None = None,
     ) -> None:
-        """`source_with_tools` is used when a request brings tools. Raises ConfigError."""
+        """`source_with_tools` is used when a request brings tools. Raises ConfigError.
+
+        `special_tokens` are variables of any kind, in the place of those that a request does not set.
+        """
         environment = _environment(clock)
         self.source = source
         self._clock = clock

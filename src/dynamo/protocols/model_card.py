@@ -62,6 +62,7 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_default
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     infill_format: str | None = None  # prompt format of fill-in-the-middle; None: not supported
+    template_defaults: dict[str, Any] = {}  # variables of the chat template that requests leave out
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True

@@ -305,6 +305,10 @@ def _card_factory(
             files = card.describe_files(directory, template)
             types = dict.fromkeys((model_card.ModelType.CHAT, *built.model_type))
             built = msgspec.structs.replace(built, files=files, model_type=tuple(types))
+        runtime_config = msgspec.structs.replace(
+            built.runtime_config, template_defaults=worker.template_defaults
+        )
+        built = msgspec.structs.replace(built, runtime_config=runtime_config)
         _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from dynamo.base import addresses, config, draining, errors
 from dynamo.disagg import policy
@@ -112,6 +114,11 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_CUSTOM_JINJA_TEMPLATE",
         help="file with a chat template in place of the model's own, with tools and without",
     )
+    default_chat_template_kwargs: str | None = config.option(
+        None,
+        help="JSON object of variables for the chat template, which a request may set otherwise, as"
+        ' {"enable_thinking": false}',
+    )
     dyn_tool_call_parser: str | None = config.option(
         None,
         env="DYN_TOOL_CALL_PARSER",
@@ -193,8 +200,20 @@ class WorkerConfig(component.RuntimeConfig):
         flags = {flag: role for flag, role in roles.items() if role is not None}
         if len({*flags.values()}) > 1:
             raise errors.ConfigError(f"{' and '.join(flags)}: expected one of them")
+        _ = self.template_defaults
         infill.check(self.dyn_infill_format)
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
+
+    @property
+    def template_defaults(self) -> dict[str, Any]:
+        """Return the variables of the chat template that requests leave out. Raises ConfigError."""
+        text = self.default_chat_template_kwargs or "{}"
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise errors.ConfigError(
+                f"--default-chat-template-kwargs: expected a JSON object, got {text!r}"
+            ) from error
 
     def find_notes(self, role: Role) -> list[str]:
         """Return which of the options that are set have no effect on a worker of this role, for an operator."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo.base import errors
+from dynamo.base import config, errors
 from dynamo.engine.adapters import settings
 
 RELEASES = settings.SupportedReleases(
@@ -48,3 +48,33 @@ def test_the_installed_distribution_is_checked(monkeypatch):
     monkeypatch.setattr(settings.importlib.metadata, "version", {"lib-cpu": "0.1"}.__getitem__)
     with pytest.raises(errors.ConfigError, match=r"Lib 0\.1 is too old"):
         RELEASES.check_installed()
+
+
+OBJECT = '{"name": "poet", "path": "/a", "base_model_name": "m"}'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["poet=/a", "cook=/b"], ["poet=/a,cook=/b"], [OBJECT, '{"name": "cook", "path": "/b"}']],
+)
+def test_adapters_are_given_as_vllm_takes_them(words):
+    argv = ["--enable-lora", "--lora-modules", *words, "--max-lora-rank", "16"]
+    read = config.load(settings.VllmConfig, prog="worker", argv=argv, environ={})
+
+    assert settings.read_lora_modules(read.lora_modules) == [("poet", "/a"), ("cook", "/b")]
+    assert read.engine_args == ("--enable-lora", "--max-lora-rank", "16")
+
+
+@pytest.mark.parametrize(
+    "module", ["poet", "=/a", "poet=", '{"name": "poet"}', "{poet=/a}", '{"name": 1}']
+)
+def test_module_without_name_or_directory_is_refused(module):
+    with pytest.raises(errors.ConfigError, match="expected NAME=DIRECTORY"):
+        settings.read_lora_modules(module.split(","))
+
+
+def test_second_served_name_is_refused_with_the_flag_for_it():
+    with pytest.raises(
+        errors.ConfigError, match=r"unexpected argument: other; .* as --model-alias"
+    ):
+        settings.VllmConfig(engine_args=("other",))

@@ -69,6 +69,25 @@ async def test_template_file_overrides_the_tokenizer_config(model):
     assert await prompt_of(model) == "c"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "off:low"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "on:low"),
+        ({"reasoning_effort": "high"}, "on:high"),
+    ],
+)
+async def test_request_overrides_the_variables_that_the_card_has_for_the_template(
+    model, fields, expected
+):
+    source = "{{ 'on' if enable_thinking else 'off' }}:{{ reasoning_effort }}"
+    write(model, "tokenizer_config.json", chat_template=source)
+    preparer = load(model, template_defaults={"enable_thinking": False, "reasoning_effort": "low"})
+    request = openai_chat.ChatRequest(model="m", messages=HELLO.messages, **fields)
+
+    assert (await preparer.prepare_conversation(request, "r")).prompt == expected
+
+
 async def test_named_template_for_tools_is_used_with_tools(model):
     named = [
         {"name": "default", "template": "plain"},

@@ -143,6 +143,12 @@ def test_template_of_the_flag_that_cannot_be_read_is_refused(run, capsys):
     assert "--custom-jinja-template /no/such.jinja: expected a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["[1]", "{", "enable_thinking=false"])
+def test_variables_of_the_template_that_are_no_object_are_refused(run, capsys, text):
+    assert run("--default-chat-template-kwargs", text) == 2
+    assert "--default-chat-template-kwargs: expected a JSON object" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

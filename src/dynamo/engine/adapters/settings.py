@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from dynamo.base import config, distribution, errors
 from dynamo.kvbm import tier_setup
 
@@ -126,6 +128,9 @@ _SERVER_FLAGS = {  # of `vllm serve`, which users bring along
     "--tool-call-parser": "here it is --dyn-tool-call-parser",
     "--chat-template": "here it is --custom-jinja-template",
     "--enable-auto-tool-choice": "leave it out: models that know tools may call them",
+    "--enable-prompt-tokens-details": "leave it out: usage has them",
+    "--return-tokens-as-token-ids": "requests have return_tokens_as_token_ids",
+    "--uvicorn-log-level": "DYN_LOG says what is logged",
 }
 _IDLE_FLAGS = {  # of vLLM's engine, for what it is not asked here
     **HUB_FLAGS,
@@ -155,7 +160,8 @@ class VllmConfig(tier_setup.TierConfig):
     )
     lora_modules: tuple[str, ...] = config.option(
         (),
-        help="LoRA adapters to load at the start, each NAME=DIRECTORY; needs --enable-lora",
+        help="LoRA adapters to load at the start, each NAME=DIRECTORY or vLLM's JSON object; needs --enable-lora",
+        takes="words",
     )
     engine_args: tuple[str, ...] = config.rest(
         help="All flags of vLLM's engine are taken as well (`vllm serve --help=all` lists them),"
@@ -170,7 +176,7 @@ class VllmConfig(tier_setup.TierConfig):
         if self.engine_args and not self.engine_args[0].startswith("-"):
             word = self.engine_args[0]
             raise errors.ConfigError(
-                f"unexpected argument: {word}; a model is given as --model {word}"
+                f"unexpected argument: {word}; the model is given as --model, further names of it as --model-alias"
             )
         refuse_flags(self.engine_args, _IDLE_FLAGS)
         known = VLLM_FLAGS.read_text().split()
@@ -186,6 +192,24 @@ class VllmConfig(tier_setup.TierConfig):
                     f"unrecognized argument: {name} ({hint}): neither this worker nor the engine of vLLM"
                     f" {_dotted(VLLM.oldest)} to {_dotted(VLLM.newest)} has it"
                 )
+
+
+def read_lora_modules(modules: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name and directory of each LoRA adapter, of which objects were parted at commas. Raises ConfigError."""
+    text = ",".join(modules)
+    if text.startswith("{"):
+        try:
+            objects = msgspec.json.decode(f"[{text}]", type=list[dict[str, str]])
+        except msgspec.DecodeError:
+            objects = [{}]
+        pairs = [(each.get("name", ""), each.get("path", "")) for each in objects]
+    else:
+        pairs = [(name, path) for name, _, path in (module.partition("=") for module in modules)]
+    if not all(name and path for name, path in pairs):
+        raise errors.ConfigError(f"--lora-modules: expected NAME=DIRECTORY, got {text!r}")
+    if len(dict(pairs)) < len(pairs):
+        raise errors.ConfigError(f"--lora-modules: expected each name once, got {text!r}")
+    return pairs
 
 
 def check_vllm() -> None:

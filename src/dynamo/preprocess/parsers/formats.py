@@ -1,6 +1,6 @@
 """The formats of answers by name, and the parsers of an answer.
 
-The names are the original's, because users have them in their commands.
+The names are the original's and vLLM's, because users have them in their commands.
 """  # decider
 
 import dataclasses
@@ -16,6 +16,7 @@ from dynamo.preprocess.parsers import (
     harmony,
     parser,
     template_signs,
+    tool_calls,
 )
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat
 from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, ToolCallParser
@@ -26,53 +27,17 @@ _QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
 _INVOKED_NAME = r"[\"']?(?P<name>[^\"'<>]+)[\"']?>"
 
 
-def _named(
-    head: str, *, opens: str, closes: tuple[str, ...], inner: tuple[str, ...], section: str = ""
-) -> ToolCallFormat:
-    """Return a format of calls with the name before the arguments; the pattern `head` finds it."""
-    reader = call_syntax.NamedCallReader(head)
-    return ToolCallFormat(
-        sections=(section,) if section else (),
-        opens=(opens,),
-        closes=closes,
-        inner=inner,
-        make_scanner=lambda: call_scanners.BracketScanner(has_head=True),
-        parse=reader,
-        preview=lambda _: call_previews.NamedPreview(reader.head),
-    )
-
-
-def _tagged(
-    reader: call_syntax.TaggedCallReader, *, opens: str, section: str = "", closes: tuple[str, ...] = (),
-    inner: tuple[str, ...] = (),
-) -> ToolCallFormat:  # fmt: skip
-    """Return a format of calls between tags."""
-    return ToolCallFormat(
-        sections=(section,) if section else (),
-        opens=(opens,),
-        inner=inner,
-        closes=closes,
-        make_scanner=functools.partial(
-            call_scanners.MarkerScanner, reader.end, *reader.value_marks
-        ),
-        parse=reader,
-        preview=functools.partial(call_previews.TaggedPreview, reader),
-    )
-
-
-def _function_tags(section: str, close: str) -> ToolCallFormat:
+def _function_tags(section: str, close: str, *, trims: bool = True) -> ToolCallFormat:
     reader = call_syntax.TaggedCallReader(
         "</function>",
         r"(?P<name>[^<>]+)>",
         r"<parameter=(?P<key>[^<>]+)>",
         "</parameter>",
         ("<parameter=", close),
-        trims=True,
+        trims=trims,
         is_closed=False,
     )
-    form = _tagged(reader, section=section, opens="<function=", closes=(close,))
-    ends_thought = (f"{section}\n<function=", f"{section}<function=")
-    return dataclasses.replace(form, ends_thought=ends_thought)
+    return tool_calls.tagged_format(reader, section=section, opens="<function=", closes=(close,))
 
 
 def _invoke_tags(section: str, close: str) -> ToolCallFormat:
@@ -85,7 +50,7 @@ def _invoke_tags(section: str, close: str) -> ToolCallFormat:
         trims=True,
         is_closed=False,
     )
-    return _tagged(reader, section=section, opens="<invoke name=", closes=(close,))
+    return tool_calls.tagged_format(reader, section=section, opens="<invoke name=", closes=(close,))
 
 
 def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
@@ -99,23 +64,12 @@ def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
         (f"<{tag}parameter", f"</{tag}{section}>"),
         trims=False,
     )
-    return _tagged(
+    return tool_calls.tagged_format(
         reader,
         section=f"<{tag}{section}>",
         opens=f"<{tag}invoke name=",
         closes=(f"</{tag}{section}>",),
         inner=("｜DSML｜",),
-    )
-
-
-def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
-    return ToolCallFormat(
-        opens=(open_mark,),
-        inner=(quote, end),
-        make_scanner=functools.partial(call_scanners.MarkerScanner, end),
-        parse=call_syntax.BareKeyReader(end, quote),
-        preview=lambda _: call_previews.BareKeyPreview(end, quote),
-        may_end_unmarked=True,
     )
 
 
@@ -128,40 +82,26 @@ def _preview_python(tools: parser.ToolSchemas) -> call_previews.CallPreview:
     return call_previews.PythonPreview()
 
 
-_HERMES = ToolCallFormat(
-    opens=("<tool_call>",),
-    closes=("</tool_call>",),
-    frame=CallFrame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-)
 # Forced calls of all others: most were taught arrays like this one, and it needs no mark that they might not have.
 JSON_ARRAY = ToolCallFormat(opens=("[", ","), closes=("]",), frame=CallFrame("[", ", ", "]"))
-_QWEN_CODER = _function_tags("<tool_call>", "</tool_call>")
-_PHI = ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",))
-_JAMBA = ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",), follows="{")
-_GLM = _tagged(
-    call_syntax.TaggedCallReader(
-        "</tool_call>",
-        r"(?P<name>[\w.-]+)",
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
-        "</arg_value>",
-        ("<arg_key>",),
-        trims=False,
+_GLM = dataclasses.replace(
+    tool_calls.tagged_format(
+        call_syntax.TaggedCallReader(
+            "</tool_call>",
+            r"(?P<name>[\w.-]+)",
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
+            "</arg_value>",
+            ("<arg_key>",),
+            trims=False,
+        ),
+        opens="<tool_call>",
+        closes=("</tool_call>",),
     ),
-    opens="<tool_call>",
-)
-_DEEPSEEK_V4 = _dsml_tags("tool_calls")
-_GEMMA_4 = _bare_keys("<|tool_call>", "<tool_call|>", '<|"|>')
-_PYTHONIC = ToolCallFormat(
-    opens=("<|python_start|>",),
-    closes=("<|python_end|>",),
-    bare="[",
-    make_scanner=_python_list,
-    parse=call_syntax.parse_python_calls,
-    preview=_preview_python,
+    ends_thought=("<tool_call>",),
 )
 _KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _KIMI_K2 = dataclasses.replace(
-    _named(
+    tool_calls.named_format(
         r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
         opens="<|tool_call_begin|>",
         inner=("<|tool_call_argument_begin|>",),
@@ -171,7 +111,7 @@ _KIMI_K2 = dataclasses.replace(
     ends_thought=_KIMI_SECTIONS,
 )
 _KIMI_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
-_KIMI_K3 = _tagged(
+_KIMI_K3 = tool_calls.tagged_format(
     call_syntax.TaggedCallReader(
         "<|close|>call<|sep|>",
         r"\"(?P<name>[^\"]+)\"[^<]*<\|sep\|>",
@@ -188,7 +128,7 @@ _KIMI_K3 = _tagged(
 _NAMESPACE = "]<]minimax[>["  # a token
 _NESTED = call_syntax.NestedTagReader(f"{_NAMESPACE}</invoke>", _INVOKED_NAME, _NAMESPACE)
 _MINIMAX_M3_CALLS = dataclasses.replace(
-    _tagged(
+    tool_calls.tagged_format(
         _NESTED,
         section=f"{_NAMESPACE}<tool_call>",
         opens=f"{_NAMESPACE}<invoke name=",
@@ -198,15 +138,21 @@ _MINIMAX_M3_CALLS = dataclasses.replace(
     preview=functools.partial(call_previews.NestedTagPreview, _NESTED),
     ends_thought=(f"{_NAMESPACE}<tool_call>",),
 )
-TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
-    "hermes": _HERMES,
-    "qwen25": _HERMES,
-    "qwen3": _HERMES,
-    "granite4": _HERMES,
-    "ernie45": _HERMES,
+_TOOL_CALLS: Mapping[str, ToolCallFormat] = {
+    "hermes": ToolCallFormat(
+        opens=("<tool_call>",),
+        closes=("</tool_call>",),
+        frame=CallFrame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    ),
     "llama3_json": ToolCallFormat(opens=("<|python_tag|>",), closes=(";",), bare="{"),
-    "pythonic": _PYTHONIC,
-    "llama4_pythonic": _PYTHONIC,
+    "pythonic": ToolCallFormat(
+        opens=("<|python_start|>",),
+        closes=("<|python_end|>",),
+        bare="[",
+        make_scanner=_python_list,
+        parse=call_syntax.parse_python_calls,
+        preview=_preview_python,
+    ),
     "lfm2": ToolCallFormat(
         opens=("<|tool_call_start|>",),
         closes=("<|tool_call_end|>",),
@@ -221,20 +167,23 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         preview=_preview_python,
         may_end_unmarked=True,
     ),
-    "mistral": _named(
-        r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?",
-        opens="[TOOL_CALLS]",
-        closes=("[/TOOL_CALLS]",),
-        inner=("[CALL_ID]", "[ARGS]"),
+    "mistral": dataclasses.replace(
+        tool_calls.named_format(
+            r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?",
+            opens="[TOOL_CALLS]",
+            closes=("[/TOOL_CALLS]",),
+            inner=("[CALL_ID]", "[ARGS]"),
+        ),
+        ends_thought=("[TOOL_CALLS]",),
     ),
-    "deepseek_v3": _named(
+    "deepseek_v3": tool_calls.named_format(
         r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json",
         section="<｜tool▁calls▁begin｜>",
         opens="<｜tool▁call▁begin｜>",
         inner=("<｜tool▁sep｜>",),
         closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
-    "deepseek_v3_1": _named(
+    "deepseek_v3_1": tool_calls.named_format(
         r"(?P<name>[\w.-]+)<｜tool▁sep｜>",
         section="<｜tool▁calls▁begin｜>",
         opens="<｜tool▁call▁begin｜>",
@@ -242,25 +191,18 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         closes=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
     "deepseek_v3_2": _dsml_tags("function_calls"),
-    "deepseek_v4": _DEEPSEEK_V4,
-    "deepseek-v4": _DEEPSEEK_V4,
-    "deepseekv4": _DEEPSEEK_V4,
+    "deepseek_v4": _dsml_tags("tool_calls"),
     "deepseek_v41": _dsml_tags("calls", space=" "),
     "kimi_k2": _KIMI_K2,
-    "kimi_k25": _KIMI_K2,
     "kimi_k3": _KIMI_K3,
-    "kimi-k3": _KIMI_K3,
-    "qwen3_coder": _QWEN_CODER,
-    "qwen3_xml": _QWEN_CODER,
-    "nemotron_nano": _QWEN_CODER,
+    "qwen3_coder": _function_tags("<tool_call>", "</tool_call>"),
+    "mimo": _function_tags("<tool_call>", "</tool_call>", trims=False),
     "seed_oss": _function_tags("<seed:tool_call>", "</seed:tool_call>"),
     "glm45": _GLM,
-    "glm47": _GLM,
     "minimax_m2": _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>"),
     "minimax_m3": _MINIMAX_M3_CALLS,
-    "minimax-m3": _MINIMAX_M3_CALLS,
     "dots": _invoke_tags("<dots_function_call>", "</dots_function_call>"),
-    "step3": _tagged(
+    "step3": tool_calls.tagged_format(
         call_syntax.TaggedCallReader(
             "</steptml:invoke>",
             r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
@@ -274,7 +216,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         inner=("<｜tool_sep｜>",),
         closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
     ),
-    "minicpm5": _tagged(
+    "minicpm5": tool_calls.tagged_format(
         call_syntax.TaggedCallReader(
             "</function>",
             _QUOTED_NAME,
@@ -285,20 +227,18 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         ),
         opens="<function name=",
     ),
-    "gemma4": _GEMMA_4,
-    "gemma-4": _GEMMA_4,
-    "functiongemma": _bare_keys("<start_function_call>", "<end_function_call>", "<escape>"),
-    "phi4": _PHI,
-    "phi4_mini_json": _PHI,
+    "gemma4": tool_calls.bare_key_format("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": tool_calls.bare_key_format(
+        "<start_function_call>", "<end_function_call>", "<escape>"
+    ),
+    "phi4": ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",)),
     "nemotron_deci": ToolCallFormat(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",)),
     "granite": ToolCallFormat(
         opens=("<|tool_call|>", "<tool_call>"), closes=("</tool_call>",), bare="["
     ),
     "granite_20b_fc": ToolCallFormat(opens=("<function_call>",)),
-    "jamba": _JAMBA,
-    "hunyuan_a13b": _JAMBA,
-    "minimax": _JAMBA,
-    "hy_v3": _tagged(
+    "jamba": ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",), follows="{"),
+    "hy_v3": tool_calls.tagged_format(
         call_syntax.TaggedCallReader(
             "</tool_call:opensource>",
             r"(?P<name>[\w.-]+)<tool_sep:opensource>",
@@ -326,25 +266,63 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         parse=call_syntax.parse_calls_by_key,
         preview=lambda _: call_previews.JsonPreview(is_by_key=True),
     ),
+    "solar_open": tool_calls.named_format(
+        r"\w*<\|tool_call:name\|>(?P<name>[\w.-]+)<\|tool_call:args\|>",
+        section="<|tool_calls|>",
+        opens="<|tool_call:begin|>",
+        inner=("<|tool_call:name|>", "<|tool_call:args|>"),
+        closes=("<|tool_call:end|>", "<|calls|>"),
+    ),
     "xlam": ToolCallFormat(opens=("<tool_call>",), closes=("</tool_call>",), bare="["),
     "harmony": ToolCallFormat(is_harmony=True),
     "default": ToolCallFormat(
         opens=("<TOOLCALL>", "<|python_tag|>"), closes=("</TOOLCALL>", ";"), bare="{["
     ),
 }
+_OTHER_NAMES = {
+    "hermes": ("qwen25", "qwen3", "qwen3_json", "granite4", "ernie45"),
+    "llama3_json": ("llama4_json",),
+    "pythonic": ("llama4_pythonic",),
+    "deepseek_v3_1": ("deepseek_v31",),
+    "deepseek_v3_2": ("deepseek_v32",),
+    "deepseek_v4": ("deepseek-v4", "deepseekv4"),
+    "kimi_k2": ("kimi_k25",),
+    "kimi_k3": ("kimi-k3",),
+    "qwen3_coder": ("qwen3_xml", "nemotron_nano", "step3p5"),
+    "glm45": ("glm47", "ling3", "poolside_v1"),
+    "minimax_m3": ("minimax-m3",),
+    "gemma4": ("gemma-4",),
+    "phi4": ("phi4_mini_json",),
+    "jamba": ("hunyuan_a13b", "minimax"),
+    "granite_20b_fc": ("granite-20b-fc",),
+    "cohere_command": ("cohere_command3", "cohere_command4"),
+    "harmony": ("openai",),
+}
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+    name: form
+    for first, form in _TOOL_CALLS.items()
+    for name in (first, *_OTHER_NAMES.get(first, ()))
+}
 
 _THINKING = (
     "basic", "qwen3", "qwen3_coder", "nemotron_deci", "glm45", "glm47", "kimi_k2", "exaone4", "deepseek_v3",
-    "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "deepseek-v4", "deepseekv4", "deepseek_v41",
+    "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "deepseek-v4", "deepseekv4", "deepseek_v41", "ling3", "mimo",
+    "poolside_v1", "holo2",
 )  # fmt: skip
 _ALWAYS_THINKING = (
     "deepseek_r1", "step3", "nemotron_nano", "nemotron3", "nemotron_v3", "kimi_k25", "minimax_m2",
-    "minimax_append_think", "olmo3",
+    "minimax_append_think", "minimax_m2_append_think", "olmo3", "step3p5", "granite_thinking_parser",
 )  # fmt: skip
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
 _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
+)
+_HARMONY = ReasoningFormat(opens=(), closes=(), is_harmony=True)
+_COHERE = ReasoningFormat(
+    opens=("<|START_THINKING|>",),
+    closes=("<|END_THINKING|>",),
+    answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
 _MINIMAX_M3 = ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",))
 _KIMI_CHANNELS = ReasoningFormat(
@@ -363,10 +341,18 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "minimax-m3": _MINIMAX_M3,
     "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
-    "cohere_command": ReasoningFormat(
-        opens=("<|START_THINKING|>",),
-        closes=("<|END_THINKING|>",),
-        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    **dict.fromkeys(("cohere_command", "cohere_command3"), _COHERE),
+    "cohere_command4": dataclasses.replace(_COHERE, answer=("<|START_TEXT|>", "<|END_TEXT|>")),
+    "solar_open": ReasoningFormat(
+        opens=("<|think|>",),
+        closes=("<|end|>",),
+        answer=("<|content|>", "<|end|>", "<|flush|>", "<|begin|>assistant"),
+        tokens=("<|begin|>",),
+    ),
+    "apriel": ReasoningFormat(
+        opens=("Here are my reasoning steps:",),
+        closes=("[BEGIN FINAL RESPONSE]",),
+        answer=("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
     ),
     "gemma4": _GEMMA_CHANNEL,
     "gemma-4": _GEMMA_CHANNEL,
@@ -378,7 +364,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         opens=("Here is my thought process:", "Here's my thought process:"),
         closes=("Here is my response:", "Here's my response:"),
     ),
-    "gpt_oss": ReasoningFormat(opens=(), closes=(), is_harmony=True),
+    **dict.fromkeys(("gpt_oss", "openai_gptoss"), _HARMONY),
 }
 
 

@@ -24,7 +24,8 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_forced: bool = False  # answers begin with reasoning, opening mark or not
-    answer: tuple[str, ...] = ()  # the marks before and after the answer, and those behind it
+    # the marks before and after the answer, and those behind it; the first may close the reasoning
+    answer: tuple[str, ...] = ()
     # tokens of which marks consist, if these are not tokens themselves
     tokens: tuple[str, ...] = ()
     is_harmony: bool = False  # has a parser of its own, for calls and reasoning
@@ -146,7 +147,10 @@ class ReasoningParser(parser.StateMachineParser):
         self._emit(parser.Reasoning, self._blanks.push(text))
         if mark:
             self._blanks.take()
-            self._step = ReasoningParser._skip_more_blanks
+            is_answer = mark in self._form.answer[:1]
+            self._step = (
+                ReasoningParser._open_answer if is_answer else ReasoningParser._skip_more_blanks
+            )
         if mark in self._call_opens:
             self._text = mark + self._text
             self._step = ReasoningParser._read_calls

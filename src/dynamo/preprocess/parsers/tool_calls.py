@@ -13,6 +13,7 @@ For clients that receive a stream, calls come in parts (`call_previews`), and be
 be parsed. One that cannot ends without `CallEnd`, and its text is dropped, because most of it has been sent.
 """  # decider
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,55 @@ class ToolCallFormat:
     def marks(self) -> tuple[str, ...]:
         """Return all marks that must be visible in the text, special tokens or not."""
         return self.opens + self.sections + self.closes + self.inner
+
+
+def named_format(
+    head: str, *, opens: str, closes: tuple[str, ...], inner: tuple[str, ...], section: str = ""
+) -> ToolCallFormat:
+    """Return a format of calls with the name before the arguments; the pattern `head` finds it."""
+    reader = call_syntax.NamedCallReader(head)
+    return ToolCallFormat(
+        sections=(section,) if section else (),
+        opens=(opens,),
+        closes=closes,
+        inner=inner,
+        make_scanner=lambda: call_scanners.BracketScanner(has_head=True),
+        parse=reader,
+        preview=lambda _: call_previews.NamedPreview(reader.head),
+    )
+
+
+def tagged_format(
+    reader: call_syntax.TaggedCallReader, *, opens: str, section: str = "", closes: tuple[str, ...] = (),
+    inner: tuple[str, ...] = (),
+) -> ToolCallFormat:  # fmt: skip
+    """Return a format of calls between tags; behind a section's mark a call is certain, even within a thought."""
+    return ToolCallFormat(
+        sections=(section,) if section else (),
+        ends_thought=(f"{section}\n{opens}", f"{section}{opens}") if section else (),
+        opens=(opens,),
+        inner=inner,
+        closes=closes,
+        make_scanner=functools.partial(
+            call_scanners.MarkerScanner, reader.end, *reader.value_marks
+        ),
+        parse=reader,
+        preview=functools.partial(call_previews.TaggedPreview, reader),
+    )
+
+
+def bare_key_format(open_mark: str, end: str, quote: str) -> ToolCallFormat:
+    """Return a format of calls with bare keys, whose strings stand between marks `quote`."""
+    return ToolCallFormat(
+        opens=(open_mark,),
+        closes=(end,),
+        inner=(quote,),
+        ends_thought=(f"{open_mark}call:",),
+        make_scanner=functools.partial(call_scanners.MarkerScanner, end),
+        parse=call_syntax.BareKeyReader(end, quote),
+        preview=lambda _: call_previews.BareKeyPreview(end, quote),
+        may_end_unmarked=True,
+    )
 
 
 class ToolCallParser(parser.StateMachineParser):

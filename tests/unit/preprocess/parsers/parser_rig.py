@@ -29,6 +29,7 @@ ONE_CALL = {
     '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>',
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
     "</function>\n</tool_call>",
+    "mimo": "<tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</tool_call>",
     "phi4": 'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
     "nemotron_deci": '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</TOOLCALL>',
     "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
@@ -75,6 +76,8 @@ ONE_CALL = {
     "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
     "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "gigachat3": '<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "solar_open": "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>"
+    '{"city": "Paris"}<|tool_call:end|><|calls|>',
     "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
 }
 TWO_CALLS = {
@@ -98,6 +101,8 @@ TWO_CALLS = {
     "</｜DSML｜tool_calls>",
     "minimax_m2": '<minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>'
     "\n<invoke name='get_weather'><parameter name='city'>Rome</parameter></invoke></minimax:tool_call>",
+    "solar_open": ONE_CALL["solar_open"].removesuffix("<|calls|>")
+    + ONE_CALL["solar_open"].removeprefix("<|tool_calls|>").replace("Paris", "Rome"),
     "gemma4": ONE_CALL["gemma4"] + ONE_CALL["gemma4"].replace("Paris", "Rome"),
     "olmo3": '<function_calls>\nget_weather(city="Paris")\nget_weather(city="Rome")\n</function_calls>',
     "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"get_weather": {"city": "Rome"}}]'

@@ -14,6 +14,7 @@ from dynamo.preprocess.parsers import parser
 ARGUMENT = {
     "qwen3_coder": "<parameter=city>\nParis\n</parameter>\n",
     "seed_oss": "<parameter=city>Paris</parameter>\n",
+    "mimo": "<parameter=city>Paris</parameter>\n",
     "glm45": "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n",
     "hy_v3": "<arg_key:opensource>city</arg_key:opensource>\n"
     "<arg_value:opensource>Paris</arg_value:opensource>\n",

@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+from chat_templates import rendered
+from parser_rig import TOOLS, content, read
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import formats, harmony
+from dynamo.preprocess.parsers import formats, harmony, parser
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,10 @@ from dynamo.preprocess.parsers import formats, harmony
         ("'<think{}>'.format(HYTK) … '<tool_sep{}>'.format(HYTK)", "hy_v3", "hy_v3"),
         ("']<]minimax[>[' … '<tool_call>' … '</mm:think>'", "minimax_m3", "minimax_m3"),
         ("'think_mode=True' … '</think>' … '<response>\n' … '<tool_call>'", "ernie45", "ernie45"),
+        ("'<parameter={}>' … preserved exactly as-is … '<function='", "mimo", None),
+        ("'<|tool_call:begin|>' … '<|think|>' … '<|content|>'", "solar_open", "solar_open"),
+        ("'<tool_calls>[' … '[BEGIN FINAL RESPONSE]'", "jamba", "apriel"),
+        ("'<|START_ACTION|>' … '<|START_THINKING|>' … '<|START_TEXT|>'", "cohere_command", "cohere_command4"),
         ("{{ messages }}", None, None),
         ("", None, None),
     ],
@@ -51,6 +57,92 @@ def test_format_is_guessed_from_the_template(template, tools, reasoning):
 
     assert chosen.tools is formats.TOOL_CALL_FORMATS.get(tools)
     assert (chosen.reasoning and chosen.reasoning.marks) == (wanted and wanted.marks)
+
+
+# In the shapes of the families' own, of which each shows the beginning of an answer and a message that has been one.
+MIMO = """\
+{%- if tools %}The value enclosed between parameter tags is preserved exactly as-is.{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments|items %}
+            {{- '<parameter=' + name + '>' + (value if value is string else value|tojson) + '</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+SOLAR = """\
+{%- for message in messages %}
+    {{- '<|begin|>' + message.role }}
+    {%- if message.role == 'assistant' %}
+        {{- '<|think|>' + message.reasoning_content + '<|end|><|begin|>assistant' }}
+    {%- endif %}
+    {{- '<|content|>' + message.content + '<|end|>' }}
+    {%- if message.tool_calls %}{{- '<|begin|>assistant<|tool_calls|>' }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<|tool_call:begin|>' + call.id + '<|tool_call:name|>' + call.function.name }}
+        {{- '<|tool_call:args|>' + call.function.arguments|tojson + '<|tool_call:end|>' }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|begin|>assistant' }}{%- endif %}"""
+APRIEL = """\
+{%- for message in messages %}
+    {{- '<|begin_' + message.role + '|>\\n' }}
+    {%- if message.role == 'assistant' %}
+        {{- 'Here are my reasoning steps:\\n' + message.reasoning_content + '\\n[BEGIN FINAL RESPONSE]\\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- if message.tool_calls %}
+        {{- '\\n<tool_calls>[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments|tojson + '}' }}
+            {%- if not loop.last %}{{- ', ' }}{%- endif %}
+        {%- endfor %}
+        {{- ']</tool_calls>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|begin_assistant|>\\nHere are my reasoning steps:\\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize("template", [MIMO, SOLAR, APRIEL])
+def test_message_that_a_template_writes_is_read_as_it_was(template):
+    user = {"role": "user", "content": "What is it like there?"}
+    arguments = {"city": "Paris\n", "days": 2}
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "a1b2c3d4e5", "type": "function", "function": function}
+    answer = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "hm",
+        "tool_calls": [call, call],
+    }
+    prompt = rendered(template, [user], tools=[call])
+    text = rendered(template, [user, answer], tools=[call], add_generation_prompt=False)
+    chosen = formats.select_format(None, None, template)
+    written = text.removeprefix(prompt).removesuffix("<|im_end|>")
+
+    expected = parser.ToolCall("get_weather", '{"city": "Paris\\n", "days": 2}')
+    told = [parser.Reasoning("hm"), content("I look."), expected, expected]
+    assert read(chosen.parsers(prompt, TOOLS).new(), written) == told
+    assert read(chosen.parsers(prompt, TOOLS).new(), *written) == told
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning"),
+    [
+        ("deepseek_v31", "deepseek_v3"), ("deepseek_v32", "holo2"), ("openai", "openai_gptoss"),
+        ("llama4_json", None), ("granite-20b-fc", None), ("qwen3_json", "qwen3"), ("step3p5", "step3p5"),
+        ("ling3", "ling3"), ("poolside_v1", "poolside_v1"), ("minimax_m2", "minimax_m2_append_think"),
+        ("cohere_command3", "cohere_command4"), ("mimo", "mimo"), ("qwen3_coder", "granite_thinking_parser"),
+    ],
+)  # fmt: skip
+def test_names_of_vllm_are_known(tools, reasoning):
+    formats.check_names(tools, reasoning)
 
 
 def test_guessed_format_does_not_force_reasoning():
@@ -81,7 +173,9 @@ def test_unknown_parser_names_are_refused():
     formats.check_names("none", "none")
     formats.check_names(None, None)
 
-    with pytest.raises(errors.ConfigError, match="--dyn-reasoning-parser: expected one of basic, "):
+    with pytest.raises(
+        errors.ConfigError, match="--dyn-reasoning-parser: expected one of apriel, basic, "
+    ):
         formats.select_format(None, "hermes", "")
 
 

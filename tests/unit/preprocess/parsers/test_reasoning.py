@@ -132,6 +132,32 @@ def test_marks_around_an_answer_of_cohere_are_no_content(thought_before):
     assert told == [thought("hm")] * thought_before + [content("It is 4.")]
 
 
+@pytest.mark.parametrize("call", ["", ONE_CALL["solar_open"]])
+def test_turns_of_solar_are_reasoning_content_and_calls(call):
+    text = "<|think|>hm<|end|><|begin|>assistant<|content|>It is 4.<|end|><|begin|>assistant" + call
+    made = make_parser("solar_open", "solar_open", prompt="<|begin|>assistant")
+
+    assert read(made, *text) == [thought("hm"), content("It is 4.")] + [PARIS] * bool(call)
+
+
+def test_empty_turn_of_solars_prompt_is_over():
+    made = make_parser(None, "solar_open", prompt="<|think|><|end|><|begin|>assistant")
+
+    assert read(made, *"<|content|>It is 4.<|flush|>") == [content("It is 4.")]
+
+
+@pytest.mark.parametrize("end", ["", "\n[END FINAL RESPONSE]", "\n[END FINAL RESPONSE]\n"])
+@pytest.mark.parametrize("opens", ["", "Here are my reasoning steps:\n"])
+def test_marks_around_an_answer_of_apriel_are_no_content(opens, end):
+    prompt = "" if opens else "Here are my reasoning steps:\n"
+    made = make_parser(reasoning="apriel", prompt=prompt)
+
+    assert read(made, *f"{opens}hm\n[BEGIN FINAL RESPONSE]\nIt is 4.{end}") == [
+        thought("hm"),
+        content("It is 4."),
+    ]
+
+
 KIMI_THOUGHT = "hm<|close|>think<|sep|>"
 KIMI_ANSWER = "<|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
 KIMI_END = "<|close|>message<|sep|>"
@@ -166,7 +192,10 @@ def test_call_takes_the_place_of_a_marked_answer():
     assert read(made, *f"hm\n</think>\n\n{ONE_CALL['hermes']}\n") == [thought("hm"), PARIS]
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["kimi_k2", "qwen3_coder", "mimo", "seed_oss", "glm45", "minimax_m2", "deepseek_v4", "gemma4"],
+)
 @pytest.mark.parametrize("end", ["", "</think>", "\n</think>\n"])
 def test_call_ends_a_thought_that_is_not_closed(name, end):
     text = f"I look. \n{ONE_CALL[name]}{end}"
@@ -174,6 +203,12 @@ def test_call_ends_a_thought_that_is_not_closed(name, end):
 
     assert read(made[0], text) == [thought("I look."), PARIS]
     assert read(made[1], *text) == [thought("I look."), PARIS]
+
+
+def test_call_of_mistral_ends_a_thought_that_is_not_closed():
+    text = '[THINK]I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
+
+    assert read(make_parser("mistral", "mistral"), *text) == [thought("I look."), PARIS]
 
 
 def test_call_of_minimax_m3_ends_a_thought_that_is_not_closed():

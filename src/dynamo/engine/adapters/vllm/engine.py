@@ -382,17 +382,13 @@ def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, ver
 
     `is_enabled` says whether vLLM was given `--enable-lora`.
     """
-    pairs = [module.partition("=") for module in settings.lora_modules]
-    modules = ",".join(settings.lora_modules)
-    if not all(name and path for name, _, path in pairs):
-        raise errors.ConfigError(f"--lora-modules: expected NAME=DIRECTORY, got {modules!r}")
-    if len({name for name, _, _ in pairs}) < len(pairs):
-        raise errors.ConfigError(f"--lora-modules: expected each name once, got {modules!r}")
+    pairs = adapter_settings.read_lora_modules(settings.lora_modules)
     if pairs and not is_enabled:
+        modules = ",".join(settings.lora_modules)
         raise errors.ConfigError(f"--lora-modules {modules}: give --enable-lora too, for vLLM")
     return {
         name: lora_request(name, number, Path(path))
-        for number, (name, _, path) in enumerate(pairs, start=1)
+        for number, (name, path) in enumerate(pairs, start=1)
     }
 
 

@@ -66,7 +66,15 @@ def make_config(arguments: AsyncEngineArgs) -> VllmConfig:
     try:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
-        raise errors.ConfigError(f"vLLM: {error}") from error
+        raise errors.ConfigError(f"vLLM: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the text of an error; of one of pydantic, which wraps what vLLM finds, only what vLLM says."""
+    details = getattr(error, "errors", None)
+    if details is None:
+        return str(error)
+    return "; ".join(each["msg"].removeprefix("Value error, ") for each in details())
 
 
 class _StatLogger(StatLoggerBase):  # type: ignore[misc]
