@@ -51,7 +51,6 @@ class KvExporter:
         self._is_idle.set()
 
     def set_owner(self, owner: BlockOwner) -> None:
-        """Set the engine that owns the blocks."""
         self._owner = owner
 
     def publish_lease(

@@ -353,7 +353,6 @@ class ScalingDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_key(namespace: str) -> str:
-    """Return the key of the target in discovery."""
     return f"v1/planner/{namespace}/target"
 
 

@@ -353,7 +353,6 @@ class PlannerService:
 def _make_entry(
     at: float, observation: Observation, decision: Decision, *, is_leader: bool
 ) -> planner_report.PlannerDecision:
-    """Return a decision as it is reported."""
     measured: dict[str, float | None] = {}
     if isinstance(observation.traffic, Fresh):
         traffic = observation.traffic.value

@@ -290,7 +290,6 @@ class RoundRobin:
         self._count = -1
 
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the next worker."""
         self._count += 1
         return Decision(list(candidates.loads)[self._count % len(candidates.loads)], 0)
 

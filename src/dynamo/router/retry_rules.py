@@ -58,7 +58,6 @@ def is_suspect(num_deaths: int, *, is_prepared: bool) -> bool:
 
 
 def make_error(request_id: str, num_deaths: int) -> model_errors.SuspectRequest:
-    """Return the error of a suspect."""
     if num_deaths >= MAX_DEATHS:
         event = f"{num_deaths} workers died while they had this request"
     else:

@@ -131,7 +131,6 @@ class GpuGroup:
         )
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
-        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
         end = num_active + num_steps * num_decoding
         return [self.step_s((), num_decoding, num) for num in range(num_active, end, num_decoding)]
 

@@ -77,7 +77,6 @@ class ProfiledTimes(StepTimes):
         return prompts_s + max(0.0, decode_s - self.least_s) if prompts else decode_s
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
-        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
         context = num_active / num_decoding
         return [self.surface.step_s(num_decoding, context + i) for i in range(num_steps)]
 

@@ -146,7 +146,6 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def encode(message: NixlMessage | Address) -> bytes:
-    """Encode a message or an address as msgpack."""
     return msgspec.msgpack.encode(message)
 
 

@@ -54,12 +54,10 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the transfer moves."""
         return sum(run.num_blocks for run in self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the transfer moves."""
         per_token = 2 * len(self.heads) * self.local.head_bytes
         return self.num_blocks * self.local.num_layers * self.local.block_size * per_token
 
@@ -178,7 +176,6 @@ def _check_inside(blocks: Sequence[int], layout: Layout, side: str) -> None:
 
 
 def _layer_offsets(layout: Layout) -> range:
-    """Return the offset of block 0 in each layer."""
     return range(0, layout.num_layers * layout.layer_stride, layout.layer_stride)
 
 

@@ -59,7 +59,6 @@ class ServerState:
         self._pending.pop(connection, None)
 
     def count_call(self) -> None:
-        """Count a call that begins."""
         self._num_calls += 1
         self._is_idle.clear()
 
@@ -212,7 +211,6 @@ class ServerConnection:
             self._schedule()
 
     def fail_stream(self, number: int, error: errors.DynamoError) -> None:
-        """End a stream by an error."""
         self.write(wire.encode(wire.Fail.of(number, error)))
 
     def write(self, frame: bytes) -> None:

@@ -81,7 +81,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, keeps_alive=False)
 
     def with_body(self, body: bytes) -> "Request":
-        """Return the same request with this body."""
         return msgspec.structs.replace(self, body=body)
 
 
