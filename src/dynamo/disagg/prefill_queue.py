@@ -37,7 +37,7 @@ SendProbe = Callable[[int, generate.Request], Coroutine[Any, Any, object]]
 
 
 class PrefillQueue(Protocol):
-    """Gets prompts computed by prefill workers."""
+    """Gets prompts computed by prefill workers, and says where their blocks are. Used on one event loop."""
 
     @property
     def size(self) -> int | None:
@@ -265,10 +265,7 @@ class HungWorkers:
     """The hung workers of one pool. `send_probe` sends a request to an instance and returns when it has ended."""
 
     def __init__(
-        self,
-        send_probe: SendProbe,
-        is_present: Callable[[int], bool],
-        clock: clocks.Clock,
+        self, send_probe: SendProbe, is_present: Callable[[int], bool], clock: clocks.Clock
     ) -> None:
         self._send_probe = send_probe
         self._is_present = is_present

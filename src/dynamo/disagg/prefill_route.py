@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 class OpenRoute(Protocol):
-    """The type of `route.Route.open_stream`."""
+    """The type of `route.Route.open_stream`, with its errors."""
 
     async def __call__(
         self,

@@ -118,7 +118,7 @@ class DevicePool(Protocol):
 
 
 class BlockPool:
-    """Mutable; one thread or loop owns it."""
+    """The blocks of one rank, each empty, active or inactive. One thread or event loop owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

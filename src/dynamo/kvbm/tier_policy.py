@@ -43,7 +43,7 @@ class FilterKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """The policies of a tiered cache."""
+    """Which blocks a tiered cache copies to host memory and to the disk, and how many of the engine's."""
 
     host_filter: FilterKind = FilterKind.PRESENCE
     disk_filter: FilterKind = FilterKind.PRESENCE

@@ -281,7 +281,7 @@ def prefill_and_decode(prompt: Prompt, candidates: Candidates, worker: Worker) -
 
 
 class RoundRobin:
-    """The workers in turn."""
+    """Selects the workers in turn, in the order in which they are listed."""
 
     uses_cache: ClassVar[bool] = False
     waits_for_worker: ClassVar[bool] = False
@@ -295,7 +295,7 @@ class RoundRobin:
 
 
 class Random:
-    """A worker at random."""
+    """Selects a worker at random, without regard to load or cache."""
 
     uses_cache: ClassVar[bool] = False
     waits_for_worker: ClassVar[bool] = False

@@ -28,7 +28,7 @@ _START_RESERVE = 1.5  # times its estimate, a start may take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitPolicy:
-    """The limits of waiting."""
+    """The seconds for which a request waits for a worker, and how many may wait at once."""
 
     wait_s: float = 5.0
     max_waiting: int = 1000  # new requests of one process

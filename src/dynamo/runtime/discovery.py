@@ -29,7 +29,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """A key is gone."""
+    """A key is gone: its owner removed it, or its lease has ended."""
 
     key: str
 

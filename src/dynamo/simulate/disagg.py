@@ -203,10 +203,7 @@ def serve(
         cluster.submit(request, is_local=not is_remote)
 
     cluster = PlanCluster(
-        pool.group,
-        prefill_times=pool.prefill_group,
-        is_aggregated=not pool.num_prefill,
-        on_end=ask,
+        pool.group, prefill_times=pool.prefill_group, is_aggregated=not pool.num_prefill, on_end=ask
     )
     cluster.add_ready(observation.Replicas(pool.num_prefill, pool.num_workers))
     for _ in range(concurrency):

@@ -161,9 +161,7 @@ class BatchWorker:
         self._clock = EventClock()
         self._name_by_hash: dict[int, int] = {}
         self._memory = memory.MockMemory(
-            num_blocks=capacity.total_blocks,
-            block_size=block_size,
-            prefix_caching=True,
+            num_blocks=capacity.total_blocks, block_size=block_size, prefix_caching=True
         )
         limits = batch.BatchLimits(
             max_num_seqs=capacity.max_num_seqs,

@@ -180,7 +180,7 @@ class ServerCall:
 
 
 class ServerConnection:
-    """The calls of one connection by stream."""
+    """The server's end of one connection: its running calls, by the number of their stream."""
 
     def __init__(self, state: ServerState) -> None:
         self.frames = frame_connection.FrameConnection(state.settings, self)

@@ -85,7 +85,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wire(Protocol):
-    """What an exchange needs of its connection."""
+    """The connection as an `Exchange` uses it, on the event loop's thread."""
 
     def write(self, data: bytes) -> None:
         """Send it now, after all that waits."""

@@ -214,11 +214,7 @@ class NixlRoute:
     """A route that does one operation after the other. After any failure the next operation has a new endpoint."""
 
     def __init__(
-        self,
-        name: str,
-        window: memory.Window,
-        target: api.PeerTarget,
-        address: messages.Address,
+        self, name: str, window: memory.Window, target: api.PeerTarget, address: messages.Address
     ) -> None:
         self._name, self._window, self._target, self._address = name, window, target, address
         self._turn = threading.Lock()
