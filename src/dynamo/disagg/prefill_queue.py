@@ -79,7 +79,7 @@ class PrefillReceiver:
         self._end(None, errors.Cancelled("the caller went away"))
 
     def receive(self, output: generate.Output) -> None:
-        """Take the prefill's output."""
+        """End `wait` with the output's transfer parameters, if it has some."""
         if output.kv_transfer_params is not None:
             self._end(output.kv_transfer_params, None)
 

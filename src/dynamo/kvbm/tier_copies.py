@@ -44,7 +44,7 @@ class CopyOutcome(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time that it took."""
+        """The time from its begin in the thread to its end."""
         return self.ended_at - self.began_at
 
 
@@ -89,7 +89,7 @@ class TierCopies:
         self._threads.append(self._start(provide, pieces))
 
     def begin(self, copy: TierCopy) -> None:
-        """Give a copy to a thread."""
+        """Give a copy to a thread of its path; its time limit begins now."""
         if copy.limit_s is not None:
             self._deadlines[copy] = time.monotonic() + copy.limit_s
         generations = (

@@ -50,7 +50,7 @@ class Registrar(Protocol):
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler
     ) -> instances.Instance:
-        """Answer an endpoint and publish this instance."""
+        """Answer calls of an endpoint by `handler`, and publish this instance in discovery."""
         ...
 
     async def unregister(self, name: instances.EndpointName) -> None:
