@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from dynamo.base import addresses, errors
 
 C = TypeVar("C")
+_Named = Mapping[str, Any]  # by the name of an option, or of its key in a file
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _LIST_ACTIONS = {"word": "append", "text": "append", "words": "extend"}
 _OWN_VARIABLE = "DYN_*"  # of a setting: the field's name stands for the asterisk
@@ -124,7 +125,7 @@ def load_parts(
     )
     path = flags.pop("config", None)
     environ = os.environ if environ is None else environ
-    values = {
+    values = {  # in the order of rising force
         name: implied[1]
         for name, field in fields.items()
         if (implied := field.metadata.get("implied")) and environ.get(implied[0])
@@ -132,22 +133,8 @@ def load_parts(
     if path:
         source, content = read_file(path)
         values |= _from_file(source, translate(content), fields, hints)
-    values |= {
-        name: _read(field, hints[name], environ[variable], variable)
-        for name, field in fields.items()
-        if (variable := variable_of(field)) in environ
-        and (environ[variable] or _plain(hints[name]) is hints[name])  # empty: what may be None is
-    }
-    values |= {
-        name: _read(
-            fields[name],
-            hints[name],
-            ",".join(flag) if isinstance(flag, list) and _flag_of(fields[name]) else flag,
-            _flag_of(fields[name]) or name,
-        )
-        for name, flag in flags.items()
-        if flag not in (None, [])
-    }
+    values |= _from_environment(environ, fields, hints)
+    values |= _from_flags(flags, fields, hints)
     if rest_of is not None and further_arguments:
         values[rest_of] = tuple(further_arguments)
     for name, field in fields.items():
@@ -160,6 +147,26 @@ def load_parts(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
     )
+
+
+def _from_environment(environ: Mapping[str, str], fields: _Named, hints: _Named) -> dict[str, Any]:
+    """Return the options that variables set. An empty variable sets no option that may be None."""
+    return {
+        name: _read(field, hints[name], environ[variable], variable)
+        for name, field in fields.items()
+        if (variable := variable_of(field)) in environ
+        and (environ[variable] or _plain(hints[name]) is hints[name])
+    }
+
+
+def _from_flags(flags: _Named, fields: _Named, hints: _Named) -> dict[str, Any]:
+    values = {}
+    for name, text in flags.items():
+        if text not in (None, []):
+            flag = _flag_of(fields[name])
+            joined = ",".join(text) if flag and isinstance(text, list) else text
+            values[name] = _read(fields[name], hints[name], joined, flag or name)
+    return values
 
 
 def _check_blanks(argv: Sequence[str]) -> None:
@@ -407,9 +414,7 @@ def read_file(argument: str, directory: Path = Path()) -> tuple[str, dict[str, A
     return "--config" if is_inline else argument, content
 
 
-def _from_file(
-    source: str, content: Mapping[str, Any], fields: Mapping[str, Any], hints: Mapping[str, Any]
-) -> dict[str, Any]:
+def _from_file(source: str, content: _Named, fields: _Named, hints: _Named) -> dict[str, Any]:
     keys = {_key_of(field): name for name, field in fields.items()}
     names = {name: name for name in fields} | keys
     if unknown := sorted(content.keys() - names.keys()):

@@ -16,7 +16,6 @@ _ROOT = pathlib.Path(__file__).parents[3]  # of the repository, if this file lie
 
 
 def version() -> str:
-    """Return the version of the installed distribution."""
     return importlib.metadata.version(NAME)
 
 

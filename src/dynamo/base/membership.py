@@ -124,9 +124,7 @@ class CredentialFiles:
     """The files of a process's credentials, read again when they change. For any thread."""
 
     def __init__(
-        self,
-        read_files: Callable[["CredentialFiles"], Credentials],
-        paths: Sequence[str | None],
+        self, read_files: Callable[["CredentialFiles"], Credentials], paths: Sequence[str | None]
     ) -> None:
         """Raises ConfigError if the files cannot be used."""
         self._read_files, self._paths = read_files, paths

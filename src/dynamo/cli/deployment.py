@@ -307,16 +307,8 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     if not options.wait:
         return 0
     try:
-        with waiting.say_regularly(lambda: f"{name} is not ready: {_cause(stored)}"):
-            async with asyncio.timeout(options.timeout):
-                is_gone = True  # until it is listed
-                async for event, each in cluster.watch(API_VERSION, KIND, namespace):
-                    if each.get("metadata", {}).get("name") == name:
-                        stored, is_gone = each, event == "DELETED"
-                        if is_ready(stored) and not is_gone:
-                            break
-                    if is_gone and event in ("SYNCED", "DELETED"):
-                        raise errors.Conflict(f"{name} was deleted before it was ready")
+        async with asyncio.timeout(options.timeout):
+            await _until_ready(cluster, stored)
     except TimeoutError:
         raise errors.DeadlineExceeded(
             f"{name} is not ready after {options.timeout:g} s; `dynamo deployment get {name}` shows why"
@@ -329,6 +321,20 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     )
     print(f"{name} is ready{reached}")
     return 0
+
+
+async def _until_ready(cluster: Connection, stored: Object) -> None:
+    """Wait until the stored deployment is ready, and say regularly what it lacks. Raises Conflict if it is deleted."""
+    name, namespace = stored["metadata"]["name"], stored["metadata"]["namespace"]
+    is_gone = True  # until it is listed
+    with waiting.say_regularly(lambda: f"{name} is not ready: {_cause(stored)}"):
+        async for event, each in cluster.watch(API_VERSION, KIND, namespace):
+            if each.get("metadata", {}).get("name") == name:
+                stored, is_gone = each, event == "DELETED"
+                if is_ready(stored) and not is_gone:
+                    return
+            if is_gone and event in ("SYNCED", "DELETED"):
+                raise errors.Conflict(f"{name} was deleted before it was ready")
 
 
 async def _delete_former_sources(

@@ -68,7 +68,6 @@ class Command:
 
     @property
     def options(self) -> type:
-        """Return the dataclass of the options."""
         options: type = getattr(self._imported, self.options_name)
         return options
 

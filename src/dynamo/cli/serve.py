@@ -320,7 +320,6 @@ class _Serving:
 
 
 def frontend_spec(options: ServeConfig, environ: Mapping[str, str]) -> children.ChildSpec:
-    """Return the frontend to start."""
     flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
     flags += shlex.split(options.frontend_flags)
     argv = [sys.executable, "-m", "dynamo.frontend", *flags]

@@ -121,7 +121,6 @@ class ServeConfig(HttpConfig):
 
     @property
     def topology(self) -> cli_workers.Topology:
-        """The workers to start."""
         return cli_workers.Topology(num_answering=self.workers, num_prefill=self.prefill)
 
     def check_passed_on(self) -> None:

@@ -42,7 +42,6 @@ class Answer(NamedTuple):
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the conversation."""
         thoughts = {"reasoning_content": self.thoughts} if self.thoughts else {}
         return {"role": "assistant", "content": self.text, **thoughts}
 

@@ -137,7 +137,6 @@ class MetricHistory:
 
     @property
     def models(self) -> list[str]:
-        """Return the models that have points."""
         return sorted(self._points.keys() - {ALL_MODELS})
 
     def add(self, samples: Mapping[str, Sample], at: float, read_at: float) -> None:

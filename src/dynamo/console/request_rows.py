@@ -76,7 +76,6 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_of(stages: Stages, error: str) -> State:
-    """Return the stage that a request is in."""
     if stages.ended_at is not None:
         return "failed" if error else "done"
     if stages.first_token_at is not None:

@@ -6,7 +6,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class DisaggMetrics:
-    """Metrics of a decode worker."""
+    """Metrics of a decode worker: where its prompts were computed, and how long remote prefills took."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         prefills = registry.counter(

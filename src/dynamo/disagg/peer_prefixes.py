@@ -233,11 +233,7 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             kv_transfer_params=kv_transfer.EXPORT_CACHED,
         )
         params = await prefill_queue.request_prefill(
-            workers,
-            source.instance_id,
-            question,
-            timeout_s=limit_s,
-            headers=logs.current_headers(),
+            workers, source.instance_id, question, timeout_s=limit_s, headers=logs.current_headers()
         )
         if params.remote is None or params.remote.remote_engine_id != engine_id:
             raise errors.TransferError("its engine is not the one that was named")

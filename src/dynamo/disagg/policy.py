@@ -198,7 +198,7 @@ def _threshold(value: float | None) -> str:
 
 
 class EstimatePolicy:
-    """`--disagg-policy estimated`."""
+    """Computes a prompt where it delays all requests less, itself included (`--disagg-policy estimated`)."""
 
     def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
         """Return True: only the estimates decide."""

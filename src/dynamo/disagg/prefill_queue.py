@@ -37,7 +37,7 @@ SendProbe = Callable[[int, generate.Request], Coroutine[Any, Any, object]]
 
 
 class PrefillQueue(Protocol):
-    """Gets prompts computed by prefill workers."""
+    """Gets prompts computed by prefill workers, and says where their blocks are. Used on one event loop."""
 
     @property
     def size(self) -> int | None:
@@ -79,7 +79,7 @@ class PrefillReceiver:
         self._end(None, errors.Cancelled("the caller went away"))
 
     def receive(self, output: generate.Output) -> None:
-        """Take the prefill's output."""
+        """End `wait` with the output's transfer parameters, if it has some."""
         if output.kv_transfer_params is not None:
             self._end(output.kv_transfer_params, None)
 
@@ -152,36 +152,37 @@ class DirectQueue:
     ) -> kv_transfer.KvTransferParams:
         """Send the prompt to the least loaded worker. See `PrefillQueue.prefill`."""
         tried: list[int] = []
-        worker_id: int | None = None
-        deaths = PrefillDeaths(request)
         try:
             async with self._clock.timeout(timeout_s):
-                while True:
-                    ids = self._usable(tried)
-                    if not ids:
-                        raise errors.NoWorkers("there is no prefill worker to ask")
-                    worker_id = self._choose(ids)
-                    try:
-                        return await self._send(worker_id, request, timeout_s)
-                    except RETRIABLE as error:
-                        self._hung.report_loss(worker_id, request, error)
-                        deaths.record(error)
-                        tried.append(worker_id)
-                        if not self._usable(tried):
-                            raise
-                        self._on_retry()
+                return await self._send_until_computed(request, tried, timeout_s)
         except (TimeoutError, errors.DeadlineExceeded):
-            if worker_id is not None:
-                self._hung.report(worker_id, request)
+            if tried:
+                self._hung.report(tried[-1], request)
             raise timeout_error(timeout_s) from None
 
     async def close(self) -> None:
         await self._hung.close()
 
-    def _choose(self, ids: Sequence[int]) -> int:
-        fewest = min(self._num_sent[i] for i in ids)
-        least_loaded = sorted(i for i in ids if self._num_sent[i] == fewest)
-        return client.round_robin(least_loaded, self._own_id)
+    async def _send_until_computed(
+        self, request: generate.Request, tried: list[int], timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
+        """Send the prompt to one worker after the other, each of which is appended to `tried`."""
+        deaths = PrefillDeaths(request)
+        while True:
+            ids = self._usable(tried)
+            if not ids:
+                raise errors.NoWorkers("there is no prefill worker to ask")
+            fewest = min(self._num_sent[i] for i in ids)
+            least_loaded = sorted(i for i in ids if self._num_sent[i] == fewest)
+            tried.append(client.round_robin(least_loaded, self._own_id))
+            try:
+                return await self._send(tried[-1], request, timeout_s)
+            except RETRIABLE as error:
+                self._hung.report_loss(tried[-1], request, error)
+                deaths.record(error)
+                if not self._usable(tried):
+                    raise
+                self._on_retry()
 
     def _usable(self, tried: Sequence[int]) -> Sequence[int]:
         return self._client.usable(self._hung.without(self._workers()), tried)
@@ -264,10 +265,7 @@ class HungWorkers:
     """The hung workers of one pool. `send_probe` sends a request to an instance and returns when it has ended."""
 
     def __init__(
-        self,
-        send_probe: SendProbe,
-        is_present: Callable[[int], bool],
-        clock: clocks.Clock,
+        self, send_probe: SendProbe, is_present: Callable[[int], bool], clock: clocks.Clock
     ) -> None:
         self._send_probe = send_probe
         self._is_present = is_present

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 class OpenRoute(Protocol):
-    """The type of `route.Route.open_stream`."""
+    """The type of `route.Route.open_stream`, with its errors."""
 
     async def __call__(
         self,
@@ -151,34 +151,37 @@ class PrefillRoute:
         """Return whether a prefill worker computes the prompt. Raises NoWorkers if it must, and none can."""
         candidates = self._prefill_candidates(prefill, request, options)
         num_requests = prefill.min_active_requests(candidates)
-        if num_requests is None:
-            if self._settings.is_enforced:
-                raise errors.NoWorkers(_NO_PREFILL)
-            obstacle = "no prefill worker that the answering worker can copy from is usable"
-        elif request.output_options.prompt_logprobs is not None or request.images:
-            obstacle = (
-                "log probabilities of a prompt, and images, are computed by the answering worker"
-            )
-        elif request.sampling_options.n > 1 and not self._decoders.imports_choices:
-            obstacle = "the answering worker computes the prompt of several choices"
-        elif not self._decoders.can_answer(options.instance_id, options.allowed_instances):
-            obstacle = "no worker that may answer can copy from a prefill worker"
-        else:
-            num_waiting = max(0, num_requests - 1)  # a prompt that is being computed does not wait
-            to_prefill = route.RoutingOptions(allowed_instances=candidates)
-            facts = (
-                request.prompt_len,
-                num_waiting,
-                lambda: self._decode.estimate_load(request, options),
-                lambda: prefill.estimate_load(request, to_prefill),
-            )
-            is_remote = self._policy.may_be_remote(*facts[:2]) and self._policy.is_remote(*facts)
+        if num_requests is None and self._settings.is_enforced:
+            raise errors.NoWorkers(_NO_PREFILL)
+        obstacle = "no prefill worker that the answering worker can copy from is usable"
+        if num_requests is not None:
+            obstacle = self._find_obstacle(request, options)
+        if num_requests is None or obstacle:
             if options.on_explained is not None:
-                self._explain(request, options, is_remote, self._policy.explain(*facts))
-            return is_remote
+                self._explain(request, options, False, obstacle)
+            return False
+        num_waiting = max(0, num_requests - 1)  # a prompt that is being computed does not wait
+        to_prefill = route.RoutingOptions(allowed_instances=candidates)
+        facts = (
+            request.prompt_len,
+            num_waiting,
+            lambda: self._decode.estimate_load(request, options),
+            lambda: prefill.estimate_load(request, to_prefill),
+        )
+        is_remote = self._policy.may_be_remote(*facts[:2]) and self._policy.is_remote(*facts)
         if options.on_explained is not None:
-            self._explain(request, options, False, obstacle)
-        return False
+            self._explain(request, options, is_remote, self._policy.explain(*facts))
+        return is_remote
+
+    def _find_obstacle(self, request: generate.Request, options: route.RoutingOptions) -> str:
+        """Return why only the answering worker can compute this prompt; "" if a prefill worker can."""
+        if request.output_options.prompt_logprobs is not None or request.images:
+            return "log probabilities of a prompt, and images, are computed by the answering worker"
+        if request.sampling_options.n > 1 and not self._decoders.imports_choices:
+            return "the answering worker computes the prompt of several choices"
+        if not self._decoders.can_answer(options.instance_id, options.allowed_instances):
+            return "no worker that may answer can copy from a prefill worker"
+        return ""
 
     def _explain(
         self, request: generate.Request, options: route.RoutingOptions, is_remote: bool, reason: str

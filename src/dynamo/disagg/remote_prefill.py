@@ -185,11 +185,9 @@ class FrontEngine:
             self.abort(request_id)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """Return the load of the engine."""
         return self._engine.load()
 
     async def clear_kv_blocks(self) -> None:
-        """Clear the reusable blocks of the engine."""
         await self._engine.clear_kv_blocks()
 
     async def stop(self) -> None:

@@ -49,7 +49,7 @@ class EngineOutput(NamedTuple):
 
 
 class EngineSink(Protocol):
-    """The receiver of an engine's results."""
+    """The receiver of an engine's results. The engine calls it on the event loop on which it was started."""
 
     def outputs(self, batch: Sequence[EngineOutput]) -> None:
         """Receive all outputs of one step.
@@ -221,7 +221,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderFacts:
-    """The facts of a started embedder."""
+    """The limits and the vectors of a started embedder, as its model card tells them."""
 
     context_length: int  # tokens of one input
     max_num_batched_tokens: int  # of all inputs of a batch; a single input may exceed it

@@ -186,7 +186,6 @@ class FrontendMetrics:
 
     @property
     def by_model(self) -> "Mapping[str, ModelMetrics]":
-        """Return the metrics of all models, by label."""
         return self._by_model
 
     def update_model(

@@ -279,7 +279,6 @@ class RequestRecords:
 
     @property
     def observers(self) -> Sequence[metrics.RequestObserver]:
-        """Return the observers of requests that have ended."""
         return self._observers
 
     async def close(self) -> None:

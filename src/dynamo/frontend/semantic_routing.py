@@ -157,11 +157,9 @@ class SemanticRouting:
 
     @property
     def listed_name(self) -> str:
-        """The name that asks for a choice, as lists of models show it."""
         return self._service.router.settings.auto_model_name
 
     def default_of(self, name: str) -> str:
-        """Return the default model for a name that asks for a choice; any other name stays."""
         settings = self._service.router.settings
         return settings.default_model or name if name in settings.auto_names else name
 

@@ -51,7 +51,6 @@ class KvExporter:
         self._is_idle.set()
 
     def set_owner(self, owner: BlockOwner) -> None:
-        """Set the engine that owns the blocks."""
         self._owner = owner
 
     def publish_lease(
@@ -254,12 +253,7 @@ class KvImporter:
             if self._before_copy is not None:
                 await self._before_copy(kv_import, limit_s)
             agent = await self._agent.get_started()
-            copy = agent.prepare(
-                transfer.TransferOperation.READ,
-                peer,
-                kv_import.local_blocks,
-                kv_import.remote_blocks,
-            )
+            copy = agent.prepare(peer, kv_import.local_blocks, kv_import.remote_blocks)
             try:
                 await copy.post(deadline_s=limit_s)
                 self._peers.note_copy(engine_id)

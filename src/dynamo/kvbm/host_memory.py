@@ -146,7 +146,6 @@ class HostMemory:
         """Release what is held besides memory. Idempotent."""
 
     def block(self, slot: int) -> memoryview:
-        """Return the memory of a slot."""
         size = self.block_bytes
         return self.window.view[slot * size : (slot + 1) * size]
 

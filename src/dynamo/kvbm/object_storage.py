@@ -333,7 +333,6 @@ def _decode(name: str) -> list[int]:
 
 
 def _checksum(block: CachedBlock, content: memoryview) -> bytes:
-    """Return the checksum that precedes a block."""
     return _NUMBER.pack(xxhash.xxh3_64_intdigest(content, block.sequence_hash))
 
 

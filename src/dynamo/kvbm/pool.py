@@ -118,7 +118,7 @@ class DevicePool(Protocol):
 
 
 class BlockPool:
-    """Mutable; one thread or loop owns it."""
+    """The blocks of one rank, each empty, active or inactive. One thread or event loop owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -132,21 +132,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can return."""
         return len(self._empty) + len(self._inactive)
 
     @property
     def num_used(self) -> int:
-        """Blocks that are not empty."""
         return self.num_blocks - len(self._empty)
 
     @property
     def num_registered(self) -> int:
-        """Blocks that can be found."""
         return len(self._block_by_hash)
 
     def __contains__(self, sequence_hash: int) -> bool:
-        """Return whether a block can be found."""
         return sequence_hash in self._block_by_hash
 
     @property
@@ -155,7 +151,6 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
-        """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
         blocks = []
         for sequence_hash in sequence_hashes:
             block = self._block_by_hash.get(sequence_hash)
@@ -210,7 +205,6 @@ class BlockPool:
             )
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release blocks that the caller acquired, in the order of its sequence."""
         for block in reversed(blocks):
             assert self._num_references[block] > 0, f"block {block} is released twice"
             self._num_references[block] -= 1

@@ -121,7 +121,7 @@ class StoreQuestions:
 
 @dataclass(slots=True, kw_only=True)
 class Preparation:
-    """What one sequence waits for."""
+    """The blocks that one sequence waits for, on their way to host memory. Names are sequence hashes."""
 
     names: Sequence[int]  # of its blocks
     chain: Sequence[CachedBlock]  # to ask for; none if the store is not asked

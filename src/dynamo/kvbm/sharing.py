@@ -51,7 +51,7 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """The outcome of one import."""
+    """The outcome of one import of blocks from another engine, for metrics and spans."""
 
     request_id: str
     engine_id: str  # of the exporting engine

@@ -52,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of the file, as JSON."""
+    """The header of the file, as JSON. The blocks of a file with another header are not used."""
 
     format: str = FORMAT
     block_bytes: int
@@ -62,7 +62,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotRecord(msgspec.Struct, frozen=True):
-    """What the index says of a slot."""
+    """The row of the index that says which block a slot has, and the checksum of its bytes."""
 
     block: CachedBlock
     order: int

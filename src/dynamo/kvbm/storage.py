@@ -32,11 +32,11 @@ class Storage(Protocol):
 
     @property
     def tier(self) -> kv_events.Tier:
-        """The tier that this is."""
+        """The tier whose blocks it keeps: disk or remote."""
 
     @property
     def name(self) -> str:
-        """Its place, for messages."""
+        """The directory or URL, for messages to people."""
 
     @property
     def num_threads(self) -> int:

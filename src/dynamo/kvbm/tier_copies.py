@@ -44,7 +44,7 @@ class CopyOutcome(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time that it took."""
+        """The time from its begin in the thread to its end."""
         return self.ended_at - self.began_at
 
 
@@ -89,7 +89,7 @@ class TierCopies:
         self._threads.append(self._start(provide, pieces))
 
     def begin(self, copy: TierCopy) -> None:
-        """Give a copy to a thread."""
+        """Give a copy to a thread of its path; its time limit begins now."""
         if copy.limit_s is not None:
             self._deadlines[copy] = time.monotonic() + copy.limit_s
         generations = (
@@ -220,37 +220,47 @@ class TierCopies:
     def _copy(self, copy: TierCopy, generations: Generations) -> frozenset[int]:
         """Make a copy; return the positions of blocks that failed. Raises TransferError or OSError if all did."""
         of_host, of_disk = generations
-        if copy.path[1] == kv_events.HOST:
-            self._host.retract(copy.to_slots)
+        source, target = copy.path
+        if target == kv_events.DEVICE:
+            return self._load(copy)
+        if target != kv_events.HOST:
+            self._store(copy, of_disk)
+            return frozenset()
+        self._host.retract(copy.to_slots)
         failed: frozenset[int] = frozenset()
-        match copy.path:
-            case (kv_events.DEVICE, kv_events.HOST):
-                self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
-            case (kv_events.HOST, kv_events.DEVICE):
-                # The same block may have left and come back meanwhile, with another one between.
-                before = list(map(self._host.version, copy.from_slots, copy.blocks))
-                self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
-                after = map(self._host.version, copy.from_slots, copy.blocks)
-                versions = enumerate(zip(before, after, strict=True))
-                return frozenset(i for i, (old, new) in versions if old is None or old != new)
-            case (kv_events.HOST, _):
-                for slot, positions in _positions_by_slot(copy.to_slots):
-                    segment = tuple([copy.blocks[i] for i in positions])
-                    contents = [
-                        self._host.get(copy.from_slots[i], copy.blocks[i]) for i in positions
-                    ]
-                    self._file.write(slot, segment, contents, of_disk)
-            case _:
-                for slot, positions in _positions_by_slot(copy.from_slots):
-                    blocks = [copy.blocks[i] for i in positions]
-                    contents = [self._host.block(copy.to_slots[i]) for i in positions]
-                    wrong = self._file.read(slot, blocks, contents)
-                    failed |= {positions[i] for i in wrong}
-        if copy.path[1] == kv_events.HOST:
-            for position, block in enumerate(copy.blocks):
-                if position not in failed:
-                    self._host.publish(copy.to_slots[position], block, of_host)
+        if source == kv_events.DEVICE:
+            self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
+        else:
+            failed = self._read(copy)
+        for position, block in enumerate(copy.blocks):
+            if position not in failed:
+                self._host.publish(copy.to_slots[position], block, of_host)
         return failed
+
+    def _load(self, copy: TierCopy) -> frozenset[int]:
+        """Copy blocks of host memory to the engine's; return the positions of those that were replaced meanwhile."""
+        # The same block may have left and come back, with another one between.
+        before = list(map(self._host.version, copy.from_slots, copy.blocks))
+        self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
+        after = map(self._host.version, copy.from_slots, copy.blocks)
+        versions = enumerate(zip(before, after, strict=True))
+        return frozenset(i for i, (old, new) in versions if old is None or old != new)
+
+    def _store(self, copy: TierCopy, generation: int) -> None:
+        """Write blocks of host memory to the storage below, slot by slot."""
+        for slot, positions in _positions_by_slot(copy.to_slots):
+            segment = tuple([copy.blocks[i] for i in positions])
+            contents = [self._host.get(copy.from_slots[i], copy.blocks[i]) for i in positions]
+            self._file.write(slot, segment, contents, generation)
+
+    def _read(self, copy: TierCopy) -> frozenset[int]:
+        """Read blocks of the storage below into host memory; return the positions of those that are wrong there."""
+        failed: set[int] = set()
+        for slot, positions in _positions_by_slot(copy.from_slots):
+            blocks = [copy.blocks[i] for i in positions]
+            contents = [self._host.block(copy.to_slots[i]) for i in positions]
+            failed.update(positions[i] for i in self._file.read(slot, blocks, contents))
+        return frozenset(failed)
 
     @property
     def _file(self) -> Storage:

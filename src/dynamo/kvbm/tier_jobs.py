@@ -79,7 +79,6 @@ class RunningCopies:
         return copies
 
     def end(self, copy: TierCopy) -> None:
-        """Record that a copy has ended."""
         self.num_running[copy.path] -= 1
         self._queued_bytes[copy.path] -= copy.num_bytes
 

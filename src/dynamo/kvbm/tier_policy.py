@@ -43,7 +43,7 @@ class FilterKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """The policies of a tiered cache."""
+    """Which blocks a tiered cache copies to host memory and to the disk, and how many of the engine's."""
 
     host_filter: FilterKind = FilterKind.PRESENCE
     disk_filter: FilterKind = FilterKind.PRESENCE
@@ -168,7 +168,7 @@ class LoadCost:
         return max(self.step_s, num_tokens * self._least_s_per_token)
 
     def record_copy(self, path: Path, num_bytes: int, seconds: float) -> None:
-        """Record a copy that ended well."""
+        """Record the bytes and seconds of a copy that ended well, for the mean speed of its path."""
         rate = num_bytes / max(seconds, 1e-6)
         mean = self._bytes_per_s.get(path, rate)
         self._bytes_per_s[path] = mean + _WEIGHT * (rate - mean)

@@ -92,7 +92,6 @@ class TierRead(msgspec.Struct, frozen=True, kw_only=True):
 def describe_read(
     copy: TierCopy, began_at: float, ended_at: float, *, num_failed: int = 0
 ) -> TierRead:
-    """Return the report of a read that has ended."""
     return TierRead(
         tier=copy.path[0],
         to=copy.path[1],

@@ -215,7 +215,6 @@ class ScalingConfig:
 
     @property
     def thresholds(self) -> policies.LoadThresholds:
-        """Return the thresholds of scaling by load."""
         return policies.LoadThresholds(
             decode_kv_scale_up=self.decode_kv_scale_up_threshold,
             decode_kv_scale_down=self.decode_kv_scale_down_threshold,

@@ -148,6 +148,38 @@ class _LocalPool:
         self.num_failed += 1
         self.failure = reason
 
+    def note_departures(self, keys: frozenset[str], now: float) -> None:
+        """Take the keys that discovery no longer has from the workers; one of these that still runs shall return."""
+        self.foreign_keys &= keys
+        self.leaving_keys &= keys
+        for worker in self.workers:
+            if worker.instance is None or worker.instance in keys or worker.is_draining:
+                continue
+            if self.leaving_keys:  # this was the key of the one that goes
+                worker.instance = self.leaving_keys.pop()
+            else:
+                self.failure = f"{worker.child.spec.name} left discovery, but runs"
+                worker.instance, worker.expected, worker.ordered_at = None, "return", now
+
+    def note_arrivals(self, keys: frozenset[str], now: float) -> None:
+        """Give the new keys of discovery to the workers that start, and learn how long a start takes.
+
+        While none starts, new keys are those of workers that are not ours.
+        """
+        known_keys = {worker.instance for worker in self.workers}
+        new_keys = keys - known_keys - self.foreign_keys - self.leaving_keys
+        starting = [w for w in self.workers if w.instance is None and not w.is_draining]
+        if not starting:
+            self.foreign_keys |= new_keys
+        for worker, key in zip(starting, sorted(new_keys), strict=False):
+            worker.instance = key
+            measured_s = now - worker.ordered_at
+            if worker.expected == "role change":
+                self.role_change_s = _blend(self.role_change_s, measured_s)
+            elif worker.expected == "start":
+                self.startup_s = _blend(self.startup_s, measured_s)
+            self.failure = ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWorkerOptions:
@@ -220,32 +252,8 @@ class LocalConnector:
         pool = self._pools[name]
         keys = await pool.registered.read_ids()
         now = self._clock.now()
-        pool.foreign_keys &= keys
-        pool.leaving_keys &= keys
-        for worker in pool.workers:
-            has_left = worker.instance is not None and worker.instance not in keys
-            if not has_left or worker.is_draining:
-                continue
-            if pool.leaving_keys:  # this was the key of the one that goes
-                worker.instance = pool.leaving_keys.pop()
-            else:
-                pool.failure = f"{worker.child.spec.name} left discovery, but runs"
-                worker.instance, worker.expected, worker.ordered_at = None, "return", now
-        known_keys = {worker.instance for worker in pool.workers}
-        new_keys = keys - known_keys - pool.foreign_keys - pool.leaving_keys
-        starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
-        if not starting:
-            pool.foreign_keys |= new_keys
-        for worker in starting:
-            if new_keys:
-                worker.instance = min(new_keys)
-                new_keys -= {worker.instance}
-                measured_s = now - worker.ordered_at
-                if worker.expected == "role change":
-                    pool.role_change_s = _blend(pool.role_change_s, measured_s)
-                elif worker.expected == "start":
-                    pool.startup_s = _blend(pool.startup_s, measured_s)
-                pool.failure = ""
+        pool.note_departures(keys, now)
+        pool.note_arrivals(keys, now)
         present = [worker for worker in pool.workers if not worker.is_draining]
         num_failed, pool.num_failed = pool.num_failed, 0
         return PoolState(
@@ -345,7 +353,6 @@ class ScalingDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_key(namespace: str) -> str:
-    """Return the key of the target in discovery."""
     return f"v1/planner/{namespace}/target"
 
 

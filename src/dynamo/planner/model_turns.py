@@ -125,7 +125,6 @@ class ModelTurns:
         state.model = dataclasses.replace(state.model, is_pinned=False)
 
     def phase_of(self, name: str) -> Phase:
-        """Return the phase of a model."""
         return self._states[name].phase
 
     def has_failed(self, name: str, now: float) -> bool:

@@ -53,7 +53,6 @@ class _WindowPredictor:
         self._values: deque[float] = deque(maxlen=window)
 
     def add(self, value: float) -> None:
-        """Record the value of the interval that has ended."""
         self._values.append(value)
 
 
@@ -135,7 +134,6 @@ class KalmanPredictor:
         self._num_points = 0
 
     def add(self, value: float) -> None:
-        """Record the value of the interval that has ended."""
         self._num_points += 1
         if self._num_points == 1:
             self._level = value
@@ -173,7 +171,6 @@ class SeasonalPredictor:
         self._trend = KalmanPredictor(window)
 
     def add(self, value: float) -> None:
-        """Record the value of the interval that has ended."""
         self._values.append(value)
         self._trend.add(value)
 

@@ -123,29 +123,23 @@ class ScalingPipeline:
         withdrawals, failures = self._reconcile(observation)
         notes += failures
         proposal: Proposal | None = None
+        target = present
         match observation.traffic:
             case Fresh(traffic):
                 proposal = self._policy.propose(observation, traffic)
                 target = self._shrink_slowly(observation, proposal)
-                survivors = Replicas(
-                    *(n if n < now else _PLENTY for n, now in zip(target, present, strict=True))
-                )
-                if min(survivors) < _PLENTY and not self._policy.survivors_hold(
-                    observation, traffic, survivors
-                ):
+                if not self._survivors_hold(observation, traffic, target):
                     target = Replicas(*map(max, target, present))
                     notes.append("the workers that remain could not carry the load")
                 notes.insert(0, proposal.reason)
                 if proposal.unreachable:
                     notes.append(f"cannot be met: {proposal.unreachable}")
             case Missing(reason):
-                target = present
                 proposals = self._memory[DECODE].proposals
                 if proposals and observation.at - proposals[-1][0] > self._limits.stabilization_s:
                     self._observing_since = None  # nothing of the window was observed
                 notes.insert(0, f"skipped, no metrics: {reason}")
             case Stale(age_s, reason):
-                target = present
                 self._observing_since = None  # the load may have risen and fallen meanwhile
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
         is_step = proposal is not None and proposal.is_step
@@ -169,6 +163,14 @@ class ScalingPipeline:
             proposal=proposal,
             withdrawals=withdrawals,
             role_changes=role_changes,
+        )
+
+    def _survivors_hold(self, observation: Observation, traffic: Traffic, target: Replicas) -> bool:
+        """Return whether the pools that lose workers still carry the load; a pool that loses none always does."""
+        pairs = zip(target, observation.num_ordered, strict=True)
+        survivors = Replicas(*(number if number < now else _PLENTY for number, now in pairs))
+        return min(survivors) == _PLENTY or self._policy.survivors_hold(
+            observation, traffic, survivors
         )
 
     def _outcome(self, present: Replicas, target: Replicas, proposal: Proposal | None) -> str:

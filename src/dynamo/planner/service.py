@@ -215,6 +215,29 @@ class PlannerService:
         is_leader = await self._leadership.is_leader()
         takes_over = is_leader and self._is_leader is False
         self._is_leader = is_leader
+        observation = await self._observe(takes_over=takes_over)
+        decision = self._pipeline.decide(observation)
+        if takes_over:
+            reason = f"another planner is gone, this one observes first; {decision.reason}"
+            decision = dataclasses.replace(
+                decision, outcome="skipped", replicas=decision.present, reason=reason
+            )
+        self._tell(observation, decision, is_leader=is_leader)
+        if not (is_leader and self._settings.operation):
+            return
+        if self._wake_up is not None:
+            decode = observation.decode
+            startup_s = decode.startup_s or self._settings.startup_time
+            # a request waits for the next decision, too
+            startup_s += self._settings.adjustment_interval
+            # before the last worker goes: until the next decision requests would be refused
+            is_asleep = not (decode.num_ready and decision.replicas.decode)
+            await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
+        if not takes_over:
+            await self._connector.scale(decision)
+
+    async def _observe(self, *, takes_over: bool) -> Observation:
+        """Read traffic, pools and load of the interval that ends now; the pipeline forgets what lies before a gap."""
         interval_s, now = self._settings.adjustment_interval, self._clock.now()
         elapsed_s, self._read_at = now - self._read_at, now  # discovery may have been away before
         stood_still = not 0 < elapsed_s < max(_STOOD_STILL_S, STALE_INTERVALS * interval_s)
@@ -238,7 +261,7 @@ class PlannerService:
             prefill_load = add_queued(prefill_load, held)
         elif decode.num_ready:
             decode_load = add_queued(decode_load, held)
-        observation = Observation(
+        return Observation(
             at=self._clock.now(),
             interval_s=elapsed_s,
             traffic=traffic,
@@ -248,22 +271,6 @@ class PlannerService:
             decode_load=decode_load,
             num_open=held.num_open,
         )
-        decision = self._pipeline.decide(observation)
-        if takes_over:
-            reason = f"another planner is gone, this one observes first; {decision.reason}"
-            decision = dataclasses.replace(
-                decision, outcome="skipped", replicas=decision.present, reason=reason
-            )
-        self._tell(observation, decision, is_leader=is_leader)
-        is_acting = is_leader and self._settings.operation
-        if is_acting and self._wake_up is not None:
-            startup_s = decode.startup_s or self._settings.startup_time
-            startup_s += interval_s  # a request waits for the next decision, too
-            # before the last worker goes: until the next decision requests would be refused
-            is_asleep = not (decode.num_ready and decision.replicas.decode)
-            await self._wake_up.update(is_asleep=is_asleep, startup_s=startup_s)
-        if is_acting and not takes_over:
-            await self._connector.scale(decision)
 
     def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:
         self._metrics.record(observation, decision, is_leader=is_leader)
@@ -346,7 +353,6 @@ class PlannerService:
 def _make_entry(
     at: float, observation: Observation, decision: Decision, *, is_leader: bool
 ) -> planner_report.PlannerDecision:
-    """Return a decision as it is reported."""
     measured: dict[str, float | None] = {}
     if isinstance(observation.traffic, Fresh):
         traffic = observation.traffic.value

@@ -355,7 +355,6 @@ class PrometheusSource:
         self._memory = _Memory(clock)
 
     async def read(self, interval_s: float) -> Reading:
-        """Return the traffic of the interval that ends now."""
         try:
             selector = await self._make_selector()
             queries, buckets = _make_queries(selector, f"[{max(1, round(interval_s))}s]")

@@ -81,7 +81,6 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
 
 
 def name_of(tool: dict[str, Any]) -> Any:
-    """Return the name of a tool, or of a reference to one."""
     kind = tool.get("type", "function")
     described = tool.get(kind) if isinstance(kind, str) else None
     return described.get("name") if isinstance(described, dict) else None

@@ -81,7 +81,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
     @property
     def name(self) -> EndpointName:
-        """The name of the endpoint that this instance serves."""
         return EndpointName(self.namespace, self.component, self.endpoint)
 
     @property
@@ -181,5 +180,4 @@ class FrontendRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The key of this record in discovery."""
         return f"{FRONTENDS}{self.instance_id:x}"

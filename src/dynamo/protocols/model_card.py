@@ -139,6 +139,5 @@ class CardRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 def change_card(value: bytes, change: Callable[[ModelCard], ModelCard]) -> CardRecord:
-    """Return the record of discovery with a changed card."""
     record = msgspec.json.decode(value, type=CardRecord)
     return msgspec.structs.replace(record, card_json=change(record.card_json))

@@ -230,7 +230,7 @@ class ActiveSequences:
         return {worker: length * self._stride for worker, length in lengths.items()}
 
     def apply(self, event: load_events.ActiveSequenceEvent, now: float) -> None:
-        """Apply an event of another router replica."""
+        """Apply an event of another router replica, which came at `now` (seconds)."""
         match event.data:
             case load_events.AddRequest() as added:
                 self.add(

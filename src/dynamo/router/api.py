@@ -37,7 +37,7 @@ class OverlapScores:
 
 
 class Index(Protocol):
-    """The blocks that workers have cached."""
+    """The blocks that workers have cached, from their events (prefix) or from what was sent to them (approximate)."""
 
     def find_matches(self, sequence_hashes: Sequence[int]) -> OverlapScores:
         """Return the overlap of a prompt, given by its sequence hashes, with each worker's cache."""
@@ -151,7 +151,7 @@ class Decision(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
-    """A way to select a worker."""
+    """Selects the worker of each request by the overlap and load of the candidates. A decider, without I/O."""
 
     uses_cache: ClassVar[bool]  # False: `cached` and `in_flight` of its candidates are empty
     waits_for_worker: ClassVar[bool]  # True: a request waits until the selected worker has room

@@ -107,7 +107,6 @@ class LoadMetrics:
         self._load_deviation.labels(*self._labels).set(deviation)
 
     def count_routed_prompt(self, worker_id: int, num_blocks: int, num_cached: float) -> None:
-        """Count the blocks of a prompt that a router sent to this worker."""
         labels = (*self._labels, f"{worker_id:x}")
         self._counted.add(worker_id)
         self._prompt_blocks.labels(*labels).inc(num_blocks)

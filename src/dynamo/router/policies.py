@@ -223,7 +223,7 @@ class _BlockPolicy(abc.ABC):
         """Return the cost of a worker with so many blocks to compute and in use."""
 
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the worker with the lowest cost."""
+        """Select the worker with the lowest cost; the higher the temperature, the more by chance."""
         workers = list(candidates.loads)
         costs = [self.cost(*prefill_and_decode(prompt, candidates, w)) for w in workers]
         worker = workers[pick(costs, self.temperature, self.draw)]
@@ -244,7 +244,7 @@ class Dynamo(_BlockPolicy):
     overlap_weight: float = 1.0
 
     def cost(self, prefill: float, decode: float) -> float:
-        """Return the cost of version 0.4."""
+        """Return the cost of NVIDIA Dynamo 0.4, in blocks."""
         return self.overlap_weight * prefill + decode
 
     def cost_parts(
@@ -281,7 +281,7 @@ def prefill_and_decode(prompt: Prompt, candidates: Candidates, worker: Worker) -
 
 
 class RoundRobin:
-    """The workers in turn."""
+    """Selects the workers in turn, in the order in which they are listed."""
 
     uses_cache: ClassVar[bool] = False
     waits_for_worker: ClassVar[bool] = False
@@ -290,13 +290,12 @@ class RoundRobin:
         self._count = -1
 
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the next worker."""
         self._count += 1
         return Decision(list(candidates.loads)[self._count % len(candidates.loads)], 0)
 
 
 class Random:
-    """A worker at random."""
+    """Selects a worker at random, without regard to load or cache."""
 
     uses_cache: ClassVar[bool] = False
     waits_for_worker: ClassVar[bool] = False

@@ -127,7 +127,6 @@ class PrefixIndex:
         self._tree.add_blocks(self._worker_bits.assign(worker, tier), names)
 
     def remove_blocks(self, worker: api.Worker, tier: kv_events.Tier, names: Iterable[int]) -> None:
-        """Remove blocks from a worker's tier."""
         if bit := self._worker_bits.find(worker, tier):
             self._tree.remove_blocks(bit, names)
 

@@ -79,7 +79,7 @@ class PrefixSources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """A prefix to copy ahead of need."""
+    """The copy of the leading `num_blocks` blocks of a prefix to another worker, ahead of need."""
 
     source: Worker
     target: Worker

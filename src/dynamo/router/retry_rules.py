@@ -28,7 +28,7 @@ _START_RESERVE = 1.5  # times its estimate, a start may take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitPolicy:
-    """The limits of waiting."""
+    """The seconds for which a request waits for a worker, and how many may wait at once."""
 
     wait_s: float = 5.0
     max_waiting: int = 1000  # new requests of one process
@@ -58,7 +58,6 @@ def is_suspect(num_deaths: int, *, is_prepared: bool) -> bool:
 
 
 def make_error(request_id: str, num_deaths: int) -> model_errors.SuspectRequest:
-    """Return the error of a suspect."""
     if num_deaths >= MAX_DEATHS:
         event = f"{num_deaths} workers died while they had this request"
     else:

@@ -466,6 +466,5 @@ class PendingConnections:
         return True
 
     def close(self) -> None:
-        """Drop all pending connections."""
         for handshake in list(self._handshakes):
             handshake.drop("connected while this process was closing")

@@ -108,7 +108,6 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
 
     @property
     def event_address(self) -> listening.ListenAddress:
-        """The address of the events of this process."""
         return listening.choose_address(
             self, self.event_host, self.event_port, self.event_advertise, setting="DYN_EVENT_"
         )

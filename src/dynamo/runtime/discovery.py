@@ -29,7 +29,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """A key is gone."""
+    """A key is gone: its owner removed it, or its lease has ended."""
 
     key: str
 
@@ -111,7 +111,7 @@ class KeyView:
             self._report(Delete(key=key))
 
     def replace(self, living: Mapping[str, bytes]) -> None:
-        """Make `living` all the keys there are."""
+        """Make `living` all the keys there are; each that is new, changed or gone is reported."""
         for key in self._value_by_key.keys() - living.keys():
             self.remove(key)
         for key, value in living.items():

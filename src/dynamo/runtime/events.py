@@ -17,7 +17,7 @@ from dynamo.base import errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One message as a listener gets it."""
+    """One message as a listener gets it. A number that is skipped was lost on its way."""
 
     topic: str
     publisher: int  # instance id
@@ -29,7 +29,7 @@ Listener = Callable[[list[Event]], None]
 
 
 class Subscription(Protocol):
-    """A listener's subscription to a topic."""
+    """A listener's subscription to a topic, from `EventPlane.subscribe` until `close`."""
 
     async def close(self) -> None:
         """Deliver no more events to the listener."""

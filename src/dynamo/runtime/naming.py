@@ -50,7 +50,7 @@ class Registrar(Protocol):
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler
     ) -> instances.Instance:
-        """Answer an endpoint and publish this instance."""
+        """Answer calls of an endpoint by `handler`, and publish this instance in discovery."""
         ...
 
     async def unregister(self, name: instances.EndpointName) -> None:
@@ -70,7 +70,6 @@ class Namespace:
         self.name = name
 
     def component(self, name: str) -> "Component":
-        """Return a component of this namespace."""
         return Component(self._runtime, self.name, name)
 
 
@@ -148,7 +147,6 @@ class Endpoint:
             await asyncio.Event().wait()
 
     def component(self) -> Component:
-        """Return the component that this endpoint belongs to."""
         return Component(self.runtime, self.name.namespace, self.name.component)
 
     def connection_id(self) -> int:

@@ -90,7 +90,7 @@ def check_item_length(body: bytes, bounds: WorkQueueBounds) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectStoreBounds:
-    """The limits of a store."""
+    """The limits of an object store: seconds, and bytes of all objects and of one."""
 
     max_age_s: float = 24 * 3600.0  # objects that were not stored again vanish
     max_bytes: int = 2**30  # of all objects; the server reserves this much disk
@@ -126,7 +126,7 @@ def check_object_length(body: bytes, bounds: ObjectStoreBounds) -> None:
 
 
 class Services(Protocol):
-    """The services of one process."""
+    """The work queues and the object store of one process, over one server."""
 
     async def work_queue(self, name: str, bounds: WorkQueueBounds) -> WorkQueue:
         """Join the queue of this name. Raises ConfigError if there is no server, Unavailable if it does not answer."""

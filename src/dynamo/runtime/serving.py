@@ -45,7 +45,7 @@ class EndpointCheck:
 
 
 class ServedEndpoint:
-    """One endpoint while it is served."""
+    """One endpoint from its registration until it is withdrawn: its requests, their metrics and its health."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class ServedEndpoint:
 
 
 class ServedEndpoints:
-    """All that one process serves."""
+    """The endpoints that one process serves, and the metrics and health of the process."""
 
     def __init__(self, clock: clocks.Clock, traffic: requests.Traffic) -> None:
         self.check: EndpointCheck | None = None  # None: payloads are not sent

@@ -34,7 +34,7 @@ async def listen(served: server.HttpServer, host: str, ports: addresses.PortRang
 
 
 class ServiceSystemPort:
-    """Serves the system port of one service."""
+    """Answers /live, /health, /metrics and the engine routes of a user's service on its system port."""
 
     def __init__(
         self,

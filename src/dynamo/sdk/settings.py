@@ -198,7 +198,6 @@ def with_defaults(
 
 
 def constructor_values(cls: type, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a section that the constructor has parameters for."""
     parameters = inspect.signature(cls).parameters
     return {key: value for key in parameters if (value := section.get(plain(key))) is not None}
 

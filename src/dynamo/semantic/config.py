@@ -118,7 +118,6 @@ class Condition(_Section, frozen=True, kw_only=True):
 
     @property
     def signal(self) -> str:
-        """Return the name of the signal."""
         return self.name or self.rule_name
 
 

@@ -250,59 +250,86 @@ class QuestionMeaning:
 
 
 def read_meaning(text: str) -> QuestionMeaning:
-    """Return the meaning of a question."""
+    """Return the meaning of a question: what every two questions that ask for the same have in common."""
     wording = join_wordings(_LETTER.sub("_a", text))
     tokens = _TOKEN.findall(wording)
-    is_symmetric = any(_stem(token, {}) in _IS_SYMMETRIC for token in tokens)
-    is_exact = _ABOUT_WORDS.search(text) is not None
     synonyms = _select_synonyms(tokens)
-    # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
-    num_symbols = sum(t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens)
-    words: list[str] = []
-    asks, attached, owners = set(["one"] if _ASKS_FOR_ONE.match(wording) else ()), set(), set()
-    weights: dict[str, float] = {}
-    before, relation = "", ""
-    previous = "-"
-    for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
-        is_last = not following
-        stem = token if is_exact else _stem(token, synonyms)
-        # such a word is asked about: the difference between "in" and "on"
-        is_named = previous in _JOINS and following in _BOUNDS and token in _FUNCTION_WORDS
-        previous = token
-        weights[stem] = weights.get(stem, 0.0) + (0.25 if token in _LIGHT else 1.0)
-        if is_named or is_exact:
-            words.append(stem)
-        elif token in _ASKS:
-            asks.add(token)
-        elif is_symmetric and token in _PARTS:
-            words.append("and")
-        elif token in _DIRECTS and not is_last:
-            relation = f"{token} "
-        elif token not in _LIGHT or (is_last and token in _ATTACHES):
-            word = relation + stem
-            words.append(word)
-            is_name = not stem[0].isdigit() and (len(stem) > 1 or num_symbols < 2)
-            is_owner = token.endswith(("'s", "s'"))
-            if is_name and (is_owner or before in _ATTACHES):
-                attached.add(word)
-                owners.update([word] if is_owner else [])
-            relation = ""
-        if token not in ("the", "a", "an", "my"):
-            before = token
+    reading = _Reading(tokens, synonyms, is_exact=_ABOUT_WORDS.search(text) is not None)
+    if _ASKS_FOR_ONE.match(wording):
+        reading.asks.add("one")
+    for previous, token, following in zip(["-", *tokens], tokens, [*tokens[1:], ""], strict=False):
+        reading.add(previous, token, following)
     capitals, openings = _read_capitals(text.replace("’", "'"))
-    if is_symmetric and not is_exact:
+    words, attached, owners = reading.words, reading.attached, reading.owners
+    if reading.is_symmetric and not reading.is_exact:
         words, attached, owners = _sort_parts(words), set(), set()
     return QuestionMeaning(
         tuple(words),
-        frozenset(asks),
+        frozenset(reading.asks),
         frozenset(attached),
         frozenset(owners),
         frozenset(
-            word for word in capitals if is_exact or _stem(word.lower(), synonyms) in weights
+            word
+            for word in capitals
+            if reading.is_exact or _stem(word.lower(), synonyms) in reading.weights
         ),
         frozenset(openings),
-        weights,
+        reading.weights,
     )
+
+
+class _Reading:
+    """The words of one question, read from the left; each goes to the fields of its `QuestionMeaning`."""
+
+    def __init__(
+        self, tokens: Sequence[str], synonyms: Mapping[str, str], *, is_exact: bool
+    ) -> None:
+        """`is_exact`: the question is about words, which then stay as they are."""
+        self.is_symmetric = any(_stem(token, {}) in _IS_SYMMETRIC for token in tokens)
+        self.is_exact = is_exact
+        self.words: list[str] = []
+        self.asks: set[str] = set()
+        self.attached: set[str] = set()
+        self.owners: set[str] = set()
+        self.weights: dict[str, float] = {}
+        self._synonyms = synonyms
+        # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
+        self._num_symbols = sum(
+            t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens
+        )
+        self._before = ""  # the last word that was no article
+        self._relation = ""
+
+    def add(self, previous: str, token: str, following: str) -> None:
+        """Read the next word, between its neighbours; the last one has none that follows."""
+        stem = token if self.is_exact else _stem(token, self._synonyms)
+        # such a word is asked about: the difference between "in" and "on"
+        is_named = previous in _JOINS and following in _BOUNDS and token in _FUNCTION_WORDS
+        self.weights[stem] = self.weights.get(stem, 0.0) + (0.25 if token in _LIGHT else 1.0)
+        if is_named or self.is_exact:
+            self.words.append(stem)
+        elif token in _ASKS:
+            self.asks.add(token)
+        elif self.is_symmetric and token in _PARTS:
+            self.words.append("and")
+        elif token in _DIRECTS and following:
+            self._relation = f"{token} "
+        elif token not in _LIGHT or (token in _ATTACHES and not following):
+            self._add_word(token, stem)
+        if token not in ("the", "a", "an", "my"):
+            self._before = token
+
+    def _add_word(self, token: str, stem: str) -> None:
+        """Add a word with the relation before it, and note what it belongs to, or what belongs to it."""
+        word = self._relation + stem
+        self._relation = ""
+        self.words.append(word)
+        is_name = not stem[0].isdigit() and (len(stem) > 1 or self._num_symbols < 2)
+        is_owner = token.endswith(("'s", "s'"))
+        if is_name and is_owner:
+            self.owners.add(word)
+        if is_name and (is_owner or self._before in _ATTACHES):
+            self.attached.add(word)
 
 
 def _sort_parts(words: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ _OLLAMA_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "max"}
 
 
 def set_model(body: bytes, model: str) -> bytes:
-    """Return the body with another model."""
     return json_splice.change_object(body, {"model": _encode(model)})
 
 

@@ -35,7 +35,6 @@ class ReferenceVectors:
         return [text for text in self._texts if text not in self._vectors]
 
     def add(self, answers: encoder_scores.Answers) -> None:
-        """Keep the vectors that the encoder has answered."""
         for text in self.missing():
             vector = encoder_scores.vector_in(answers, text)
             if vector is not None:

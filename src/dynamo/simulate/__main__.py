@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +11,12 @@ from dynamo.router import config as router_config
 from dynamo.simulate import claims, disagg, plan, replay, routing, screen, tiers
 
 _PROG = "python -m dynamo.simulate"
+_MODULES: Mapping[str, tuple[ModuleType, type, str]] = {
+    "disagg": (disagg, disagg.DisaggConfig, "write_disagg"),
+    "plan": (plan, plan.PlanConfig, "write_plan"),
+    "tiers": (tiers, tiers.TiersConfig, "write_tiers"),
+}
+"""The module, the settings and the function of `plots` of each command that needs nothing else."""
 _COMMANDS = ("routing", "disagg", "plan", "replay", "tiers", "claims")
 
 
@@ -20,41 +26,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = argv[0] if argv and not argv[0].startswith("-") else ""
     prog, flags = f"{_PROG} {name or _COMMANDS[0]}", argv[1:] if name else argv
     try:
-        if name == "disagg":
-            settings = config.load(disagg.DisaggConfig, prog=prog, argv=flags)
-            plots = _load_plots(settings.output)
-            disagg.run(settings, None if plots is None else plots.write_disagg)
-        elif name == "tiers":
-            cells = config.load(tiers.TiersConfig, prog=prog, argv=flags)
-            plots = _load_plots(cells.output)
-            tiers.run(cells, None if plots is None else plots.write_tiers)
-        elif name == "claims":
-            claims.run(config.load(claims.ClaimsConfig, prog=prog, argv=flags))
-        elif name == "plan":
-            planned = config.load(plan.PlanConfig, prog=prog, argv=flags)
-            plots = _load_plots(planned.output)
-            plan.run(planned, None if plots is None else plots.write_plan)
-        elif name == "replay":
-            own = (replay.ReplayConfig, router_config.RouterConfig)
-            replayed, router = config.load_parts(own, prog=prog, argv=flags)
-            plots = _load_plots(replayed.output)
-            replay.run(replayed, router, None if plots is None else plots.write_report)
-        elif name in ("", "routing"):
-            parts = (routing.SimulateConfig, router_config.RouterConfig)
-            note = f"Other simulations: {', '.join(_COMMANDS[1:])}; `{_PROG} plan --help` shows their flags."
-            _simulate_routing(*config.load_parts(parts, prog=prog, argv=flags, note=note))
-        else:
-            raise errors.ConfigError(f"expected one of {', '.join(_COMMANDS)}, got {name!r}")
+        _simulate(name or _COMMANDS[0], prog, flags)
     except errors.DynamoError as error:
         sys.stderr.write(f"dynamo.simulate: {error}\n")
         return 2 if isinstance(error, errors.ConfigError) else 1
     return 0
 
 
+def _simulate(name: str, prog: str, flags: Sequence[str]) -> None:
+    """Run the simulation of this name. Raises ConfigError for an unknown one and for invalid settings."""
+    match name:
+        case "routing":
+            parts = (routing.SimulateConfig, router_config.RouterConfig)
+            note = f"Other simulations: {', '.join(_COMMANDS[1:])}; `{_PROG} plan --help` shows their flags."
+            _simulate_routing(*config.load_parts(parts, prog=prog, argv=flags, note=note))
+        case "replay":
+            own = (replay.ReplayConfig, router_config.RouterConfig)
+            settings, router = config.load_parts(own, prog=prog, argv=flags)
+            replay.run(settings, router, _load_plot(settings.output, "write_report"))
+        case "claims":
+            claims.run(config.load(claims.ClaimsConfig, prog=prog, argv=flags))
+        case _ if name in _MODULES:
+            module, settings_type, plot = _MODULES[name]
+            settings = config.load(settings_type, prog=prog, argv=flags)
+            module.run(settings, _load_plot(settings.output, plot))
+        case _:
+            raise errors.ConfigError(f"expected one of {', '.join(_COMMANDS)}, got {name!r}")
+
+
 def _simulate_routing(settings: routing.SimulateConfig, router: router_config.RouterConfig) -> None:
     settings.check()
     routing.check_policies(settings.policy)
-    plots = _load_plots(settings.output)
+    write_report = _load_plot(settings.output, "write_report")
     screen.check_output("--report-json", settings.report_json, is_directory=False)
     trace = routing.read_workload(settings)
     summaries, num_requests = [], routing.num_requests(settings, trace)
@@ -66,17 +69,22 @@ def _simulate_routing(settings: routing.SimulateConfig, router: router_config.Ro
     caption = f"{num_requests:,} requests, {_caption(settings)}"
     screen.print_summaries(summaries, caption)
     screen.write_json(settings.report_json, [replay.summarise_policy(s) for s in summaries])
-    if plots is not None and settings.output is not None:
-        page = plots.write_report(summaries, caption, Path(settings.output))
+    if write_report is not None and settings.output is not None:
+        page = write_report(summaries, caption, Path(settings.output))
         sys.stdout.write(f"wrote {page}\n")
 
 
-def _load_plots(directory: str | None) -> ModuleType | None:
-    """Import the module that draws, if there is a directory for it: it takes half a second. Raises ConfigError."""
+def _load_plot(directory: str | None, name: str) -> Callable[..., Path] | None:
+    """Return the function of `plots` if there is a directory for it: the import takes half a second.
+
+    Raises ConfigError.
+    """
     if directory is None:
         return None
     screen.check_output("--output", directory, is_directory=True)
-    return distribution.load_extra("dynamo.simulate.plots", feature="--output", extra="plots")
+    plots = distribution.load_extra("dynamo.simulate.plots", feature="--output", extra="plots")
+    plot: Callable[..., Path] = getattr(plots, name)
+    return plot
 
 
 def _caption(settings: routing.SimulateConfig) -> str:

@@ -131,7 +131,6 @@ class GpuGroup:
         )
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
-        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
         end = num_active + num_steps * num_decoding
         return [self.step_s((), num_decoding, num) for num in range(num_active, end, num_decoding)]
 
@@ -204,10 +203,7 @@ def serve(
         cluster.submit(request, is_local=not is_remote)
 
     cluster = PlanCluster(
-        pool.group,
-        prefill_times=pool.prefill_group,
-        is_aggregated=not pool.num_prefill,
-        on_end=ask,
+        pool.group, prefill_times=pool.prefill_group, is_aggregated=not pool.num_prefill, on_end=ask
     )
     cluster.add_ready(observation.Replicas(pool.num_prefill, pool.num_workers))
     for _ in range(concurrency):

@@ -41,9 +41,7 @@ def sample_profile(times: StepTimes, factor: float = 1.0) -> profile.WorkerProfi
             itl_s = times.decode_s(usage)
             points[usage, context] = profile.DecodePoint(usage, context, itl_s, concurrency / itl_s)
     prefill = profile.PrefillCurve(
-        isl=isl,
-        ttft_s=ttft_s,
-        throughput=tuple(n / s for n, s in zip(isl, ttft_s, strict=True)),
+        isl=isl, ttft_s=ttft_s, throughput=tuple(n / s for n, s in zip(isl, ttft_s, strict=True))
     )
     decode = profile.DecodeSurface(list(points.values()), max_kv_tokens=times.num_kv_tokens)
     return profile.WorkerProfile(prefill=prefill.scaled(factor), decode=decode.scaled(factor))
@@ -77,7 +75,6 @@ class ProfiledTimes(StepTimes):
         return prompts_s + max(0.0, decode_s - self.least_s) if prompts else decode_s
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
-        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
         context = num_active / num_decoding
         return [self.surface.step_s(num_decoding, context + i) for i in range(num_steps)]
 
@@ -143,9 +140,7 @@ def make_decide(
         case _:
             raise errors.ConfigError(f"--policy {name}: expected one of {', '.join(NAMES)}")
     limits = scaling_pipeline.Limits(
-        max_gpus=scenario.max_gpus,
-        stabilization_s=stabilization_s,
-        startup_s=scenario.startup_s,
+        max_gpus=scenario.max_gpus, stabilization_s=stabilization_s, startup_s=scenario.startup_s
     )
     pipeline = scaling_pipeline.ScalingPipeline(policy, targets, limits)
 

@@ -110,7 +110,6 @@ class StepTimes:
         return self.step_s(prompts, num_decoding, round(active_share * num_cache_tokens))
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Return the seconds in which the KV cache of so many tokens goes to another worker."""
         return num_tokens * self.kv_bytes_per_token / self.kv_bytes_per_s
 
 

@@ -12,13 +12,7 @@ from dynamo.engine.mock import memory
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
 from dynamo.simulate.simulation import PolicySummary, Simulation, summarise
-from dynamo.simulate.workers import (
-    MOCK_TIMING,
-    BatchWorker,
-    FcfsWorker,
-    SimulatedWorker,
-    StepTime,
-)
+from dynamo.simulate.workers import MOCK_TIMING, BatchWorker, FcfsWorker, SimulatedWorker, StepTime
 from dynamo.simulate.workload import (
     TRACE_BLOCK_SIZE,
     SharedPrefixes,

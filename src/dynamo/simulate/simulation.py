@@ -207,12 +207,7 @@ def summarise(
         max_waiting=record.max_waiting,
         simulated_s=max(o.first_output_at for o in record.outcomes),
         elapsed_s=elapsed_s,
-        curves=Curves(
-            ttfts=ttfts,
-            itls=itls,
-            hit_rates=_hit_rates(record),
-            shares=shares,
-        ),
+        curves=Curves(ttfts=ttfts, itls=itls, hit_rates=_hit_rates(record), shares=shares),
     )
 
 

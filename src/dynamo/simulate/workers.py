@@ -69,7 +69,6 @@ class FcfsWorker:
         self._num_cached = 0  # tokens of the request that is being computed
 
     def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
-        """Queue a request; an idle worker begins it at once."""
         self._queue.append((request_id, arrival))
         if len(self._queue) == 1:
             self._start(now)
@@ -167,9 +166,7 @@ class BatchWorker:
         self._clock = EventClock()
         self._name_by_hash: dict[int, int] = {}
         self._memory = memory.MockMemory(
-            num_blocks=capacity.total_blocks,
-            block_size=block_size,
-            prefix_caching=True,
+            num_blocks=capacity.total_blocks, block_size=block_size, prefix_caching=True
         )
         limits = batch.BatchLimits(
             max_num_seqs=capacity.max_num_seqs,
@@ -208,7 +205,6 @@ class BatchWorker:
         )
 
     def advance(self, now: float) -> WorkerStepResult:
-        """End the step at `next_time`, and begin the next one."""
         result = WorkerStepResult()
         for request_id, output in self.step(now):
             if output.cached_tokens is not None:

@@ -53,7 +53,6 @@ class Trace:
     block_size: int = TRACE_BLOCK_SIZE
 
     def initial_arrivals(self) -> Sequence[SimulatedRequest]:
-        """Return all requests of the trace."""
         return self.arrivals
 
     def next_arrival(self, now: float) -> SimulatedRequest | None:

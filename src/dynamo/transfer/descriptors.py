@@ -109,7 +109,6 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(metadata: Metadata) -> bytes:
-    """Encode metadata as msgpack."""
     return msgspec.msgpack.encode(metadata)
 
 

@@ -6,7 +6,6 @@
     AgentWelcome(padding)   ──▶     longer than a packet: a path that drops long ones is no path for blocks
                             ◀──     Attach                      shared memory: the answer brings a descriptor
                             ◀──     Read(pieces)                bytes follow the answer (and their checksum)
-                            ◀──     Write(pieces), bytes (and their checksum)
                             ◀──     Notify
     Done or Refused         ──▶     to each; then the next
 
@@ -63,12 +62,6 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     timeout_s: float
 
 
-class Write(msgspec.Struct, frozen=True, tag="write"):
-    pieces: bytes
-    is_summed: bool
-    timeout_s: float
-
-
 class Notify(msgspec.Struct, frozen=True, tag="notify"):
     message: bytes
     timeout_s: float
@@ -82,7 +75,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-REQUESTS = (Attach, Read, Write, Notify)
+REQUESTS = (Attach, Read, Notify)
 Span = tuple[int, int]
 """Offset and length."""
 
@@ -153,7 +146,6 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def encode(message: NixlMessage | Address) -> bytes:
-    """Encode a message or an address as msgpack."""
     return msgspec.msgpack.encode(message)
 
 

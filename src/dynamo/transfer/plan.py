@@ -34,13 +34,6 @@ class Pattern(NamedTuple):
             for local, remote, length in self.stencil:
                 yield local_origin + local, remote_origin + remote, length
 
-    def turned(self) -> "Pattern":
-        """Return the pattern with the two pools swapped."""
-        return Pattern(
-            [(remote, local) for local, remote in self.origins],
-            [(remote, local, length) for local, remote, length in self.stencil],
-        )
-
 
 class Run(NamedTuple):
     """Blocks that follow one another in both pools."""
@@ -61,12 +54,10 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the transfer moves."""
         return sum(run.num_blocks for run in self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the transfer moves."""
         per_token = 2 * len(self.heads) * self.local.head_bytes
         return self.num_blocks * self.local.num_layers * self.local.block_size * per_token
 
@@ -127,7 +118,7 @@ class Plan:
 def make(
     local: Layout, remote: Layout, local_blocks: Sequence[int], remote_blocks: Sequence[int]
 ) -> Plan:
-    """Plan the copy of each block to or from the one at the same position in the other list.
+    """Plan the copy of each remote block to the local one at the same position in its list.
 
     Raises LocalProtocolError for lists of different length and blocks outside their pool, TransferError if the
     two ranks share no heads.
@@ -185,7 +176,6 @@ def _check_inside(blocks: Sequence[int], layout: Layout, side: str) -> None:
 
 
 def _layer_offsets(layout: Layout) -> range:
-    """Return the offset of block 0 in each layer."""
     return range(0, layout.num_layers * layout.layer_stride, layout.layer_stride)
 
 

@@ -168,7 +168,6 @@ class ClassifierSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the classifiers."""
         names = {name for classifier in self._classifiers for name in classifier.heads}
         return frozenset(names if self._embedder is None else {*names, encoder_labels.EMBEDDING})
 

@@ -260,7 +260,6 @@ def _fetch(name: str, commit: str, path: str, blobs: Path) -> None:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Return whether an open file is the one at this path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

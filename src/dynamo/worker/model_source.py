@@ -87,7 +87,6 @@ def _path_of(model: str) -> Path:
 
 
 def built_in() -> Path:
-    """Return the directory of the built-in model."""
     return _checked(Path(native.__path__[0]) / BUILT_IN)
 
 

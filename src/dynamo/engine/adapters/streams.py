@@ -156,7 +156,6 @@ class StreamingEngine(Generic[Plan, Result]):
             self._abort_choices(opened, *opened.names)
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        """Abort one choice of a request."""
         opened = self._open.get(request_id)
         if opened is not None and index in opened.names:
             self._abort_choices(opened, index)
@@ -202,7 +201,6 @@ class StreamingEngine(Generic[Plan, Result]):
         self._facts = dataclasses.replace(self._facts, lora_names=self.lora_names)
 
     async def unload_lora(self, name: str) -> None:
-        """Refuse new requests for an adapter; its running requests go on. Raises EngineFailed."""
         assert self._lora_adapters is not None
         names = tuple(loaded for loaded in self.lora_names if loaded != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)

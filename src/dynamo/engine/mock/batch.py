@@ -36,7 +36,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The amount of work of one step."""
+    """The work of one simulated step, from which `timing` has its duration: tokens of prompts, choices that decode."""
 
     num_prompt_tokens: int
     num_decoding: int

@@ -45,12 +45,7 @@ class KvLink:
     """A simulated network with a bandwidth and a failure rate."""
 
     def __init__(
-        self,
-        clock: clocks.Clock,
-        *,
-        bytes_per_second: float,
-        bytes_per_block: int,
-        fail_every: int,
+        self, clock: clocks.Clock, *, bytes_per_second: float, bytes_per_block: int, fail_every: int
     ) -> None:
         """`bytes_per_second` 0: no delay; `fail_every` n: every n-th copy fails, 0: none."""
         self._clock = clock
@@ -442,7 +437,7 @@ def layout(num_blocks: int, block_size: int) -> descriptors.Layout:
 
 
 class MockEmbedder:
-    """An `api.Embedder`."""
+    """An `api.Embedder` whose vectors follow from the tokens alone, without a model."""
 
     def __init__(self, *, context_length: int, dimensions: int) -> None:
         self._facts = api.EmbedderFacts(

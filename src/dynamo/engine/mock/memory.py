@@ -35,15 +35,10 @@ class MockChoice(block_tables.PagedSequence):
 
 
 class MockMemory(block_tables.BlockTables[MockChoice]):
-    """The blocks of one rank."""
+    """The block tables of one simulated rank, and the bytes by which another engine can check a block."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        prefix_caching: bool,
-        watermark: float = 0.01,
+        self, *, num_blocks: int, block_size: int, prefix_caching: bool, watermark: float = 0.01
     ) -> None:
         """`watermark`: the share of the blocks that admission leaves free while other choices run."""
         super().__init__(

@@ -125,7 +125,7 @@ class Timing:
     num_cache_tokens: int = 0
 
     def step_s(self, *, num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
-        """Return the seconds that this step takes."""
+        """Return the seconds of a step; `active_share` of the cache's blocks, 0 to 1, are in use."""
         if self.tick_ms is not None:
             return self.tick_ms / 1000
         if _is_instant(self.speedup_ratio):

@@ -40,7 +40,7 @@ SPLIT_WEIGHTS = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of a loaded engine."""
+    """The parts of a loaded engine, complete but for its thread, which `loop` is."""
 
     facts: api.EngineFacts
     vocab_size: int

@@ -21,7 +21,7 @@ _NUM_WARM_UPS = 2  # which let libraries allocate what they keep
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for."""
+    """The size of the batches that one captured graph computes."""
 
     num_rows: int
     span: int  # keys of each row

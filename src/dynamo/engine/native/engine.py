@@ -211,10 +211,7 @@ class LoadedEngine:
             self._sink.kv_events(result.block_events)
 
     def _publish_lease(
-        self,
-        request: generate.Request,
-        output: generate.Output,
-        lease: sharing.BlockLease | None,
+        self, request: generate.Request, output: generate.Output, lease: sharing.BlockLease | None
     ) -> scheduler.RequestOutput:
         """Complete an output that leases blocks to another engine, or free them if the request was aborted."""
         if lease is not None:

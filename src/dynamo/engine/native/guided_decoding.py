@@ -88,7 +88,6 @@ class GrammarGuide:
                 bits[:] = with_end
 
     def advance(self, token_id: int) -> None:
-        """Follow the grammar by the token that was drawn."""
         if token_id not in self._eos:
             self._matcher.consume_token(token_id)
             self.begins_text = self._vocabulary.text_of(token_id).endswith('"')
@@ -100,7 +99,6 @@ class GrammarGuide:
             }
 
     def spell(self, token_id: int) -> tuple[int, ...]:
-        """Return the tokens of a token's text without its blank; none if it has none, or they may not come."""
         ids = self._vocabulary.spell(token_id)
         return ids if self._matcher.validate_tokens([*ids]) == len(ids) else ()
 
@@ -122,7 +120,6 @@ class CompiledGrammar:
         self._has_thoughts = has_thoughts
 
     def begin(self) -> GrammarGuide:
-        """Return a guide for one answer."""
         return GrammarGuide(
             self._matcher.deep_copy(),
             self._eos,

@@ -271,7 +271,7 @@ class _ClassifierFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifierFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A classifier in its directory."""
+    """The files of a classifier, as its directory has them: an encoder, and perhaps an adapter over another one."""
 
     path: Path  # what the user named
     base: Path  # where the encoder's weights and tokenizer are
@@ -301,13 +301,7 @@ def read_classifier(path: Path) -> ClassifierFiles:
         )
     is_modern = fields.model_type == "modernbert"
     shape = read_modernbert(base) if is_modern else _read_bert(base, fields.model_type)
-    return ClassifierFiles(
-        path=path,
-        base=base,
-        task=task,
-        shape=shape,
-        adapter=adapter,
-    )
+    return ClassifierFiles(path=path, base=base, task=task, shape=shape, adapter=adapter)
 
 
 def find_base(path: Path, adapter: AdapterConfig) -> Path:

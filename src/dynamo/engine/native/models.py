@@ -358,7 +358,7 @@ class EncoderLayer:
 
 
 class Encoder:
-    """The embedding and all layers."""
+    """A BERT-like encoder: the embeddings of words, positions and types, then all layers."""
 
     def __init__(self, config: EncoderConfig, checkpoint: weights.Checkpoint) -> None:
         """Take the tensors from the checkpoint, except those of heads for other tasks. Raises ConfigError."""

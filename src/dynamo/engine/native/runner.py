@@ -21,11 +21,7 @@ from dynamo.transfer import descriptors
 
 MAX_LOGITS_ROWS = 64  # computed together; of 150,000 tokens and 32 bits: 40 MB
 LogitsOf = abc.Callable[[list[int]], torch.Tensor]  # rows of the batch → logits [rows, vocabulary]
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_dtype(

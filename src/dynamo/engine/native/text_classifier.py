@@ -91,7 +91,7 @@ class ModernBertLayer:
 
 
 class ModernBert:
-    """The embedding and all layers."""
+    """ModernBERT as a stack: the embedding of words, all layers, and the final norm."""
 
     def __init__(self, config: ModernBertConfig, checkpoint: weights.Checkpoint) -> None:
         """Take the tensors from the checkpoint. Raises ConfigError."""
@@ -226,12 +226,7 @@ def _open_checkpoint(
     if adapter is None:
         return weights.Checkpoint(base, dtype=dtype, device=settings.device)
     return weights.AdaptedCheckpoint(
-        base,
-        adapter_path,
-        adapter,
-        prefix=_prefix_of(shape),
-        dtype=dtype,
-        device=settings.device,
+        base, adapter_path, adapter, prefix=_prefix_of(shape), dtype=dtype, device=settings.device
     )
 
 

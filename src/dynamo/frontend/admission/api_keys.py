@@ -92,7 +92,6 @@ class ApiKey:
             )
 
     def allows_model(self, model: str) -> bool:
-        """Return whether the key may be used for this model."""
         return self.entry.models is None or model in self.entry.models
 
 

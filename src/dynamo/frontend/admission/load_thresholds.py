@@ -116,7 +116,6 @@ class BusyWorkers:
         return len(model.instances) - len(self.of_model(model))
 
     def thresholds_of(self, model: str) -> busy_workers.BusyThresholds:
-        """Return the thresholds of a model's workers."""
         return self._by_model.get(model, self._initial)
 
     def show_thresholds(self, client: exchange.Exchange, models: Sequence[RegisteredModel]) -> None:

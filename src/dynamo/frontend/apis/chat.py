@@ -236,7 +236,6 @@ class ChatFormatter:
         self._echo = request.echoed_message
 
     def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
-        """Return the chunk for a part of one choice."""
         delta: dict[str, Any] = {"role": "assistant"} if part.is_first else {}
         choice = {
             "index": part.index,
@@ -249,11 +248,9 @@ class ChatFormatter:
         return chunk | sse.prompt_fields(part, self._token_names.token_text)
 
     def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
-        """Return the last chunk of a stream that reports usage."""
         return {**self._object("chat.completion.chunk", []), "usage": usage}
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         rows = [
             {
                 "index": answer.index,

@@ -180,11 +180,9 @@ class CompletionFormatter:
         return self._object([{**row, **self._token_fields(part)}])
 
     def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
-        """Return the last chunk of a stream that reports usage."""
         return {**self._object([]), "usage": usage}
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         rows = [
             {
                 **self._choice(
@@ -296,7 +294,6 @@ _NO_THINKING = openapi.make_object(
 
 
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
-    """Return the operations of this API."""
     return (
         Operation(
             method="POST",

@@ -241,11 +241,9 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     @property
     def prompts(self) -> list[inputs.Prompt]:
-        """One or more inputs, each a text or token ids."""
         return completions.split_prompts(self.input)
 
     def place_of(self, number: int) -> tuple[str, int]:
-        """Return the field that has the input of this number, and its number there."""
         return "input", number
 
     def check(self) -> None:
@@ -471,7 +469,6 @@ def split_inputs(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
 
 
 def operations(handlers: RequestHandlers, embeddings: EmbeddingPipeline) -> Sequence[Operation]:
-    """Return the operations of this API."""
     return (
         Operation(
             method="POST",

@@ -94,11 +94,9 @@ class OpenAiErrors:
     types = _OPENAI_TYPES
 
     def status_of(self, error: errors.DynamoError) -> int:
-        """Return the HTTP status."""
         return self._kind_of(error)[0]
 
     def body_of(self, error: errors.DynamoError) -> bytes:
-        """Return the error as JSON."""
         param = error.param if isinstance(error, errors.RequestError) else None
         return self.encode(
             model_errors.client_message(error),

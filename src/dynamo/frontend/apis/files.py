@@ -66,7 +66,6 @@ def page_options(
 
 
 def operations(handlers: RequestHandlers, batches: runner.BatchRunner) -> Sequence[Operation]:
-    """Return the operations of files and batches."""
     api = Operations(wrap=answer_from_disk, tag="Files and batches")
     _declare_files(api, batches.journal, handlers)
     _declare_batches(api, handlers, batches)

@@ -61,12 +61,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def first_texts(self) -> list[str]:
-        """The texts of the first side."""
         return _list_texts(getattr(self, self.sides[0]))
 
     @property
     def second_texts(self) -> list[str]:
-        """The texts of the second side."""
         return _list_texts(getattr(self, self.sides[1]))
 
     @property
@@ -127,7 +125,6 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def texts(self) -> list[str]:
-        """The documents' texts."""
         return [text if isinstance(text, str) else text.text for text in self.documents]
 
     @property
@@ -249,7 +246,6 @@ _DETAILS: Mapping[type, Mapping[str, Any]] = {
 def operations(
     handlers: RequestHandlers, pipeline: embeddings.EmbeddingPipeline
 ) -> Sequence[Operation]:
-    """Return the operations of this API."""
     clock = clocks.SystemClock()
 
     def usage(plan: embeddings.EmbeddingPlan) -> ScoreUsage:

@@ -145,7 +145,6 @@ _TEXT_OR_CONVERSATION = {
 
 
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
-    """Return the operations of this API."""
     api = Operations(tag="Tokens", errors=READ_ERRORS)
     api.post(
         "/tokenize",

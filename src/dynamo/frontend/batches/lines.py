@@ -183,7 +183,6 @@ class BatchPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_fields(data: Sequence[FileObject | Batch], has_more: bool) -> dict[str, Any]:
-    """Return the fields of a page with these objects."""
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
@@ -242,7 +241,6 @@ class InvalidLine(Exception):
 
     @property
     def reason(self) -> LineError:
-        """Return what is wrong with the line."""
         reason: LineError = self.args[0]
         return reason
 
@@ -287,7 +285,6 @@ class FileCheck:
         self._number_by_id: dict[str, int] = {}
 
     def add(self, row: bytes, number: int) -> None:
-        """Check the row of this number."""
         self.num_lines += 1
         try:
             line = parse(row, number, self._endpoint, self._max_body_bytes)

@@ -184,7 +184,6 @@ class ConsoleApi:
     def list_requests(
         self, _: exchange.Exchange, viewer: views.Viewer, query: request_rows.RequestQuery
     ) -> request_rows.RequestPage:
-        """Return some of the requests."""
         return self._console.views.list_requests(viewer, query)
 
     def show_request(
@@ -210,7 +209,6 @@ class ConsoleApi:
         return self._console.views.show_metrics(viewer, query.model)
 
     def show_models(self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery) -> object:
-        """Return the models."""
         return self._console.views.show_models(viewer)
 
     def show_cache(self, _: exchange.Exchange, __: views.Viewer, ___: NoQuery) -> object:
@@ -281,7 +279,6 @@ class ConsoleApi:
 def operations(
     console: feed.Console, rights: authentication.ClientRights, siblings: peers.Peers
 ) -> Sequence[Operation]:
-    """Return the operations of the console."""
     api = ConsoleApi(console, rights, siblings)
     views_by_path: dict[str, tuple[type, Answer, type | str, str]] = {
         f"{API}/session": (NoQuery, api.show_session, views.ConsoleSession, "The viewer, and the process"),

@@ -33,7 +33,6 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_local if self.entry is None else self.entry.admin
 
     def sees_key(self, name: str) -> bool:
-        """Return whether the viewer sees the requests of this key."""
         return self.entry is None or self.entry.admin or self.entry.name == name
 
     def sees_model(self, name: str) -> bool:

@@ -227,7 +227,6 @@ class Delivery(abc.ABC):
         """Take an output for a choice of the prompt with choices from number `first`."""
 
     def deliver_all(self, outputs: Sequence[generate.Output], first: int = 0) -> None:
-        """Take outputs that came together."""
         for output in outputs:
             self.deliver(output, first)
 

@@ -157,7 +157,6 @@ def encode_line(data: Any) -> bytes:
 
 
 def event(data: Any) -> bytes:
-    """Return an event with this data."""
     return b"data: " + encode_inline(data) + b"\n\n"
 
 
@@ -294,7 +293,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def token_names(self, *, by_id: bool | None) -> TokenNames:
-        """Return the names of tokens in this answer."""
         return IdTokenNames() if by_id else self.text
 
 

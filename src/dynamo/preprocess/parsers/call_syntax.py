@@ -299,7 +299,6 @@ class TaggedCallReader:
         return None if arguments[at:].strip() else split
 
     def types_of(self, name: str, tools: parser.ToolSchemas) -> Mapping[str, Any]:
-        """Return the schemas of the arguments of this tool."""
         schema = tools.get(name, {}).get("properties")
         return schema if isinstance(schema, dict) else {}
 

@@ -390,7 +390,6 @@ class AnswerFormat:
 
     @property
     def forced(self) -> ToolCallFormat:
-        """Return the format of calls that a grammar forces."""
         return self.tools if self.tools is not None and self.tools.frame is not None else JSON_ARRAY
 
     @property

@@ -138,14 +138,12 @@ class StateMachineParser(abc.ABC):
         self._events: list[Event] = []
 
     def push(self, text: str) -> Sequence[Event]:
-        """Add text; return the events that are certain now."""
         self._text += text
         while self._text and self._step(self):
             pass
         return self._take_events()
 
     def finish(self) -> Sequence[Event]:
-        """End the text; return events for what was held back."""
         self._end()
         self._text = ""
         return self._take_events()

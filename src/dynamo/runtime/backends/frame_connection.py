@@ -66,7 +66,7 @@ class ConnectionSettings:
 
 
 class FrameHandler(Protocol):
-    """The meaning of a connection's frames."""
+    """One end's streams over a `FrameConnection`, which calls these methods on the event loop."""
 
     @property
     def num_streams(self) -> int:

@@ -71,7 +71,7 @@ class MemoryDiscovery:
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end of a pipe."""
+    """One end of a pipe between two protocols of this process. What is written arrives in a later turn of the loop."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MemoryBus:
 
 
 class MemoryEventPlane:
-    """One process's side of the bus."""
+    """An `EventPlane` over a bus in this process's memory, for `dynamo run` and tests."""
 
     def __init__(self, bus: MemoryBus, instance_id: int) -> None:
         self._bus = bus

@@ -36,7 +36,7 @@ class NetworkListener:
 
 
 class Network(Protocol):
-    """The way in which connections are made."""
+    """The way in which a `MultiplexedPlane` makes its connections: TCP, NATS, or memory."""
 
     @property
     def name(self) -> str:

@@ -59,7 +59,6 @@ class ServerState:
         self._pending.pop(connection, None)
 
     def count_call(self) -> None:
-        """Count a call that begins."""
         self._num_calls += 1
         self._is_idle.clear()
 
@@ -181,7 +180,7 @@ class ServerCall:
 
 
 class ServerConnection:
-    """The calls of one connection by stream."""
+    """The server's end of one connection: its running calls, by the number of their stream."""
 
     def __init__(self, state: ServerState) -> None:
         self.frames = frame_connection.FrameConnection(state.settings, self)
@@ -212,7 +211,6 @@ class ServerConnection:
             self._schedule()
 
     def fail_stream(self, number: int, error: errors.DynamoError) -> None:
-        """End a stream by an error."""
         self.write(wire.encode(wire.Fail.of(number, error)))
 
     def write(self, frame: bytes) -> None:

@@ -64,7 +64,7 @@ def check_address(
 
 
 class ZmqEventPlane:
-    """One process's publishing and listening."""
+    """An `EventPlane` over ZeroMQ: one socket publishes, another hears all publishers that discovery names."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class ZmqEventPlane:
 
 
 class ZmqSubscription:
-    """One listener's subscription to one topic."""
+    """One listener's subscription to a topic, of all its publishers that discovery names."""
 
     def __init__(self, plane: ZmqEventPlane, topic: str, listener: Listener) -> None:
         self.topic = topic

@@ -81,12 +81,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, keeps_alive=False)
 
     def with_body(self, body: bytes) -> "Request":
-        """Return the same request with this body."""
         return msgspec.structs.replace(self, body=body)
 
 
 class Wire(Protocol):
-    """What an exchange needs of its connection."""
+    """The connection as an `Exchange` uses it, on the event loop's thread."""
 
     def write(self, data: bytes) -> None:
         """Send it now, after all that waits."""

@@ -55,11 +55,9 @@ class FastProfile:
         self.categories = frozenset(self._domain.categories)
 
     def classify_domain(self, text: str) -> DomainScore:
-        """Return the category of a text; `other` where none is likely."""
         return self._domain.classify(words.tokenize(text))
 
     def classify_attack(self, text: str) -> attacks.AttackScore:
-        """Return the risk that some window of the text is an attack."""
         return self._attacks.classify(text)
 
     def embed(self, text: str) -> None:
@@ -70,7 +68,6 @@ class FastProfile:
         return self._entities.find(text)
 
     def find_pii(self, text: str) -> tuple[list[pii.PiiSpan], bool]:
-        """Return the personal data in a text, and whether all of it was read."""
         return pii.find_spans(text, self.find_names(text))
 
 

@@ -57,7 +57,6 @@ class WriteAttempt:
 
     @property
     def metadata(self) -> Object:
-        """Return the metadata of the object."""
         metadata: Object = (self.item or self.old or _NO_LABELS)["metadata"]
         return metadata
 

@@ -89,7 +89,6 @@ class ApiCall:
 
     @property
     def media_type(self) -> str:
-        """The media type of the body."""
         return self.request.headers.get("content-type", "").partition(";")[0].strip()
 
     @property

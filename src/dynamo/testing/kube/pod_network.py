@@ -131,7 +131,6 @@ class BridgedNetwork:
         )
 
     async def close(self) -> None:
-        """Remove the bridge of the pods."""
         with contextlib.suppress(errors.ConfigError):
             await _run("ip", "link", "del", self._bridge)
 

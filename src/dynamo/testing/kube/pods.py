@@ -4,7 +4,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ def is_ready(pod: Object) -> bool:
 
 
 def has_condition(item: Object, kind: str) -> bool:
-    """Return whether a condition of an object is true."""
     return any(
         condition["type"] == kind and condition["status"] == "True"
         for condition in (item.get("status") or {}).get("conditions") or ()
@@ -211,31 +210,16 @@ def status_of(
     pod: Object, states: list[ContainerState], inits: list[ContainerState], address: str, now: str
 ) -> Object:
     """Return the status of a pod from the states of its containers."""
-    ended = [
-        state.state["terminated"]["exitCode"] for state in states if "terminated" in state.state
-    ]
-    policy, is_over = pod["spec"]["restartPolicy"], len(ended) == len(states)
     steps = [state for state in inits if not state.is_sidecar]
     sidecars = [state for state in inits if state.is_sidecar]
-    failed_inits = [
-        s for s in steps if s.state.get("terminated", {}).get("exitCode") and policy == "Never"
-    ]
     has_begun = any(
-        "running" in state.state or "terminated" in state.state or state.restarts
-        for state in states
+        state.state.keys() & {"running", "terminated"} or state.restarts for state in states
     )
-    if failed_inits or (is_over and policy != "Always" and any(ended)):
-        phase = "Failed"
-    elif is_over and policy != "Always":
-        phase = "Succeeded"
-    elif has_begun:
-        phase = "Running"
-    else:
-        phase = "Pending"
     is_initialized = has_begun or (
-        all(state.state.get("terminated", {}).get("exitCode") == 0 for state in steps)
+        all(_exit_code(state) == 0 for state in steps)
         and all(state.is_started for state in sidecars)
     )
+    phase = _phase_of(pod["spec"]["restartPolicy"], states, steps, has_begun=has_begun)
     unready = [state.spec["name"] for state in (*sidecars, *states) if not state.is_ready]
     reason = "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
     text = f"containers with unready status: [{' '.join(unready)}]"
@@ -263,6 +247,27 @@ def status_of(
     if inits:
         status["initContainerStatuses"] = [state.status(uid) for state in inits]
     return status
+
+
+def _phase_of(
+    policy: str,
+    states: Sequence[ContainerState],
+    steps: Sequence[ContainerState],
+    *,
+    has_begun: bool,
+) -> str:
+    codes = [_exit_code(state) for state in states]
+    is_over = policy != "Always" and None not in codes
+    if (is_over and any(codes)) or (policy == "Never" and any(map(_exit_code, steps))):
+        return "Failed"
+    if is_over:
+        return "Succeeded"
+    return "Running" if has_begun else "Pending"
+
+
+def _exit_code(state: ContainerState) -> int | None:
+    code: int | None = state.state.get("terminated", {}).get("exitCode")
+    return code
 
 
 def _condition(

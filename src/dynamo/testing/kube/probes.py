@@ -50,7 +50,6 @@ class ProbeCount:
     failures: int = 0
 
     def add(self, is_success: bool) -> None:
-        """Count the result of one probe."""
         self.successes = self.successes + 1 if is_success else 0
         self.failures = 0 if is_success else self.failures + 1
 

@@ -173,7 +173,6 @@ class ResourceRegistry:
         return self._by_path[group, version, plural]
 
     def find_kind(self, api_version: str, kind: str) -> ApiResource | None:
-        """Return the resource of objects with this apiVersion and kind."""
         for resource in self._by_path.values():
             if resource.kind == kind and resource.api_version == api_version:
                 return resource

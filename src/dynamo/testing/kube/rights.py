@@ -60,7 +60,6 @@ def _has(values: Iterable[str] | None, value: str) -> bool:
 
 
 def account_user(namespace: str, name: str) -> User:
-    """Return the user that a service account is."""
     groups = (f"{_ACCOUNT}s", f"{_ACCOUNT}s:{namespace}", _AUTHENTICATED)
     return User(f"{_ACCOUNT}:{namespace}:{name}", groups)
 
@@ -72,7 +71,6 @@ class Authority:
         self._store, self._token = objects, token
 
     def account_token(self, namespace: str, name: str) -> str:
-        """Return the token of a service account."""
         account = f"{namespace}:{name}"
         mark = hmac.new(self._token.encode(), account.encode(), hashlib.sha256).hexdigest()
         return f"{account}:{mark}"

@@ -18,7 +18,6 @@ LIMITS = trials.TrialLimits(
 
 
 def make_trials() -> trials.GrammarTrials:
-    """Return the trials of an engine."""
     return trials.GrammarTrials(__name__, (), LIMITS)
 
 

@@ -52,7 +52,6 @@ class GenerateFormatter:
         raise errors.LocalProtocolError(f"KServe's protocol does not tell usage, got {usage}")
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         del usage
         texts = ["".join(map(completions.content_of, answer.pieces)) for answer in answers]
         return self._outputs(texts, [answer.finish_reason for answer in answers])

@@ -156,6 +156,5 @@ class Inference:
 
 
 def model_path(model: str, version: str) -> str:
-    """Return the HTTP path of a model."""
     path = f"/v2/models/{model}"
     return f"{path}/versions/{version}" if version else path

@@ -117,7 +117,6 @@ class MessageFormatter:
         self._template = sse.Template(b"", b"")  # of its deltas
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         (answer,) = answers
         content = [_block(piece) for piece in answer.pieces if self._is_shown(piece)]
         ending = self._ending(answer.finish_reason, answer.stop_string, usage)
@@ -155,7 +154,6 @@ class MessageFormatter:
         return self._close_block() + sse.typed_event(delta) + _MESSAGE_STOP
 
     def error(self, error: errors.DynamoError) -> bytes:
-        """Return the last event of a failed stream."""
         return b"event: error\ndata: " + error_dialects.ANTHROPIC.body_of(error) + b"\n\n"
 
     def _ending(
@@ -347,8 +345,6 @@ API = pipeline.GenerationApi(
 
 
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
-    """Return the operations of this API."""
-
     async def count_tokens(
         conversation: inputs.Conversation, model: RegisteredModel
     ) -> MessageTokens:

@@ -49,7 +49,6 @@ class ImageBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: ImageSource
 
     def to_part(self, place: str) -> dict[str, Any]:
-        """Return it as the part of a message."""
         url = images.data_url(self.source.media_type, self.source.data)
         return images.make_part(url, f"{place}.source")
 

@@ -338,7 +338,6 @@ class _MessageBuilder:
         self._tool_by_call: dict[str, str] = {}
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the messages."""
         for message in self._messages:
             message["content"] = content_blocks.join_contents(message["content"])
             if "reasoning_content" in message:

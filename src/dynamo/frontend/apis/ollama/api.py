@@ -89,7 +89,6 @@ class OllamaFormatter:
         self._calls: list[choices.Call] = []
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         (answer,) = answers
         text = "".join(piece for piece in answer.pieces if isinstance(piece, str))
         thoughts = [piece.text for piece in answer.pieces if isinstance(piece, parser.Reasoning)]
@@ -413,7 +412,6 @@ def operations(
     embedding_pipeline: embeddings.EmbeddingPipeline,
     list_on_demand: Callable[[], Collection[instances.WorkerStart]],
 ) -> Sequence[Operation]:
-    """Return the operations of this API."""
     handlers = OllamaHandlers(request_handlers, embedding_pipeline, list_on_demand)
     api = Operations(tag="Ollama", dialect=_DIALECT, errors=ACCESS_ERRORS)
     api.post(

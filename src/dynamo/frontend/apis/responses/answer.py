@@ -132,7 +132,6 @@ class ResponseFormatter:
         self._num_events = 0
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
-        """Return the complete answer."""
         (answer,) = answers
         pieces = answer.pieces or ("",)
         last = len(pieces) - 1

@@ -348,7 +348,6 @@ _TOOL_CHOICE = openapi.make_object(
 
 
 def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequence[Operation]:
-    """Return the operations of this API."""
     responses = Responses(handlers, shared.store)
     stored_path = _ID_PATH + ANY_ID
     api = Operations(tag="OpenAI", errors=(400, *ACCESS_ERRORS, 404))

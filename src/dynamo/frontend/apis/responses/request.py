@@ -116,7 +116,6 @@ class ResponseCountRequest(
 
     @property
     def effort(self) -> inputs.ReasoningEffort | None:
-        """The reasoning effort."""
         return self.reasoning.effort if self.reasoning is not None else None
 
     @property
@@ -272,7 +271,6 @@ class RefusalPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def text(self) -> str:
-        """The text of the refusal."""
         return self.refusal
 
 
@@ -359,7 +357,6 @@ class _MessageBuilder:
         self._known_names = known_names
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the messages."""
         for message in self._messages:
             if (
                 "reasoning_content" in message

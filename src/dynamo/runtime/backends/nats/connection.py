@@ -58,7 +58,7 @@ class _PromptClient(Client):
 
 
 class NatsConnection:
-    """Publish and subscribe. Made by `open`."""
+    """The connection that a process's planes share; `open` makes it. Belongs to one event loop."""
 
     def __init__(self, access: NatsAccess, name: str, time: clock.Clock) -> None:
         self.clock = time

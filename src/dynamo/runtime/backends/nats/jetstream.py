@@ -44,7 +44,7 @@ _STREAM_EXISTS = 10058  # with other bounds
 
 
 class NatsItem:
-    """An item that was pulled."""
+    """A `WorkItem` from a JetStream consumer. Each method raises Unavailable if NATS does not answer."""
 
     def __init__(self, message: Msg, addresses: str) -> None:
         self.body = message.data

@@ -74,7 +74,7 @@ _MOST_LONG = 4096  # messages whose arrival is awaited: more than a connection m
 
 
 class EnvelopeWriter:
-    """Numbers the messages of one side."""
+    """Numbers the messages of one side from 0, so that the other side notices what NATS has lost."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -96,7 +96,7 @@ class EnvelopeWriter:
 
 
 class EnvelopeReader:
-    """Checks the messages that one side receives."""
+    """Checks that no message of the other side is missing. After an error the connection has to end."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -167,7 +167,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class NatsTransport(asyncio.Transport):
-    """One side of a connection."""
+    """One side of a connection whose bytes are messages to the subject of the other side."""
 
     def __init__(
         self, network: "NatsNetwork", token: str, peer: str, protocol: asyncio.Protocol
@@ -428,7 +428,7 @@ _TOPIC = re.compile(r"[^\s*>/]+/[^\s*>/]+/[^\s*>/]+")
 
 
 class NatsEventPlane:
-    """One process's publishing and listening."""
+    """An `EventPlane` whose topics are subjects of NATS. Events of a time without a server are lost."""
 
     def __init__(self, to_nats: connection.NatsConnection, instance_id: int) -> None:
         self._nats = to_nats
