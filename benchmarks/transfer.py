@@ -238,7 +238,7 @@ def pull(
 ) -> Copy:
     chosen = random.Random(num_blocks).sample(range(LAYOUT.num_blocks), num_blocks)
     remote = chosen if is_scattered else range(num_blocks)
-    transfer = mine.prepare(peer, range(num_blocks), remote)
+    transfer = mine.prepare(api.TransferOperation.READ, peer, range(num_blocks), remote)
 
     async def copy() -> None:
         await transfer.post(deadline_s=DEADLINE_S)

@@ -13,7 +13,7 @@ from dynamo.base import errors
 from dynamo.protocols import generate, instances
 from dynamo.runtime import requests
 from dynamo.runtime.backends import memory, tcp, zmq
-from dynamo.transfer import descriptors
+from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import tcp as transfers
 from waiting import PATIENT_S
 
@@ -123,7 +123,7 @@ async def test_kv_blocks_are_read_on_the_network_unless_there_are_certificates(p
     async with observed(port_of(published.addresses["tcp"])) as (observer, there):
         proxied = msgspec.structs.replace(published, addresses={"tcp": there})
         peer = await importer.agent.connect(descriptors.encode(proxied), deadline_s=PATIENT_S)
-        copy = importer.agent.prepare(peer, [5], [7])
+        copy = importer.agent.prepare(api.TransferOperation.READ, peer, [5], [7])
         await copy.post(deadline_s=PATIENT_S)
         await copy.release()
     (block,) = transfer_peer.blocks_of(bytes(exporter.pool), [7])

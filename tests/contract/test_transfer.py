@@ -20,12 +20,13 @@ import processes
 import transfer_peer
 from dynamo.base import addresses, errors
 from dynamo.runtime import listening
-from dynamo.transfer import descriptors, link
+from dynamo.transfer import api, descriptors, link
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
 from waiting import PATIENT_S, until
 
 ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token", NIXL]
+READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
 WAYS = ["local", *ACROSS]
 SOON_S, LONG_S = 0.3, PATIENT_S
 GIVEN_UP = "given up"
@@ -70,8 +71,8 @@ async def connected(backend, **options):
             process.close()
 
 
-async def move(ours, peer, local_blocks, remote_blocks, **post):
-    transfer = ours.agent.prepare(peer, local_blocks, remote_blocks)
+async def move(ours, operation, peer, local_blocks, remote_blocks, **post):
+    transfer = ours.agent.prepare(operation, peer, local_blocks, remote_blocks)
     try:
         await transfer.post(**{"deadline_s": LONG_S, **post})
     finally:
@@ -95,7 +96,7 @@ async def test_read_brings_the_peers_blocks_and_touches_no_others(backend):
             for block, brought in zip(here, blocks_of(content(2), there), strict=True):
                 expected[block] = brought
 
-            await move(ours, peer, here, there)
+            await move(ours, READ, peer, here, there)
 
             assert blocks_of(bytes(ours.pool), range(LAYOUT.num_blocks)) == expected
 
@@ -105,16 +106,25 @@ async def test_read_brings_the_peers_blocks_and_touches_no_others(backend):
 async def test_reads_of_one_to_a_thousand_blocks(backend, num_blocks):
     scattered = [block * 7 % LAYOUT.num_blocks for block in range(num_blocks)]
     async with connected(backend) as (ours, _, peer):
-        await move(ours, peer, range(num_blocks), scattered)
+        await move(ours, READ, peer, range(num_blocks), scattered)
 
         brought = blocks_of(bytes(ours.pool), range(num_blocks))
         assert brought == blocks_of(content(2), scattered)
 
 
 @pytest.mark.parametrize("backend", WAYS)
+async def test_write_reaches_the_peers_pool(backend):
+    async with connected(backend) as (ours, process, peer):
+        await move(ours, WRITE, peer, [5, 6, 9], [100, 101, 3])
+
+        arrived = blocks_of(process.content(), [100, 101, 3])
+        assert arrived == blocks_of(content(1), [5, 6, 9])
+
+
+@pytest.mark.parametrize("backend", WAYS)
 async def test_neighbours_are_moved_together(backend):
     async with connected(backend) as (ours, _, peer):
-        transfer = ours.agent.prepare(peer, [*range(10, 20), 40], [*range(30, 40), 5])
+        transfer = ours.agent.prepare(READ, peer, [*range(10, 20), 40], [*range(30, 40), 5])
 
         assert transfer.num_pieces == 2 * LAYOUT.num_layers
         assert transfer.num_bytes == 11 * LAYOUT.block_bytes
@@ -123,7 +133,7 @@ async def test_neighbours_are_moved_together(backend):
 @pytest.mark.parametrize("backend", WAYS)
 async def test_notification_comes_with_a_transfer_and_alone(backend):
     async with connected(backend) as (ours, process, peer):
-        await move(ours, peer, [1], [2], notification=b"pulled 7")
+        await move(ours, READ, peer, [1], [2], notification=b"pulled 7")
         await ours.agent.notify(peer, b"hello", deadline_s=LONG_S)
 
         assert process.heard() == [("decode-0", b"pulled 7"), ("decode-0", b"hello")]
@@ -136,7 +146,7 @@ async def test_many_transfers_at_once(backend):
             for i in range(32):
                 blocks = range(i * 32, i * 32 + 32)
                 done = f"{i}".encode()
-                tasks.create_task(move(ours, peer, blocks, blocks, notification=done))
+                tasks.create_task(move(ours, READ, peer, blocks, blocks, notification=done))
 
         assert bytes(ours.pool) == content(2)
         assert sorted(int(said) for _, said in process.heard()) == list(range(32))
@@ -146,7 +156,7 @@ async def test_many_transfers_at_once(backend):
 async def test_running_transfer_cannot_be_posted_again_and_a_done_one_can(backend):
     blocks = [block * 3 % 1024 for block in range(1000)]
     async with connected(backend) as (ours, _, peer):
-        transfer = ours.agent.prepare(peer, range(1000), blocks)
+        transfer = ours.agent.prepare(READ, peer, range(1000), blocks)
         before = transfer.is_running
         posted = transfer.post(deadline_s=LONG_S)
         during = transfer.is_running
@@ -167,9 +177,9 @@ async def test_invalid_transfer_is_refused_before_a_byte_moves(backend):
     async with connected(backend) as (ours, _, peer):
         for here, there in [([1], [1, 2]), ([1024], [0]), ([0], [-1]), ([3, 3], [1, 2])]:
             with pytest.raises(errors.LocalProtocolError):
-                ours.agent.prepare(peer, here, there)
+                ours.agent.prepare(READ, peer, here, there)
         with pytest.raises(errors.LocalProtocolError, match="deadline_s"):
-            ours.agent.prepare(peer, [0], [0]).post(deadline_s=0)
+            ours.agent.prepare(READ, peer, [0], [0]).post(deadline_s=0)
         with pytest.raises(errors.LocalProtocolError, match="65536 bytes"):
             await ours.agent.notify(peer, bytes(65_537), deadline_s=1)
 
@@ -177,7 +187,7 @@ async def test_invalid_transfer_is_refused_before_a_byte_moves(backend):
 @pytest.mark.parametrize("backend", WAYS)
 async def test_after_disconnect_nothing_goes_to_that_peer(backend):
     async with connected(backend) as (ours, _, peer):
-        transfer = ours.agent.prepare(peer, [1], [2])
+        transfer = ours.agent.prepare(READ, peer, [1], [2])
         await ours.agent.disconnect(peer)
 
         with pytest.raises(errors.TransferError, match="not connected"):
@@ -210,19 +220,27 @@ def heads_of(pool, block, layout):
 
 
 @pytest.mark.parametrize("backend", ACROSS)
+@pytest.mark.parametrize("operation", [READ, WRITE])
 @pytest.mark.parametrize(
     "changes", [{"order": "block_major"}, {"tp_size": 2, "tp_rank": 1}, {"tp_size": 4, "order": "block_major"}]
 )  # fmt: skip
-async def test_another_order_and_a_share_of_the_heads_are_laid_out_anew(backend, changes):
+async def test_another_order_and_a_share_of_the_heads_are_laid_out_anew(
+    backend, operation, changes
+):
     theirs = msgspec.convert({**msgspec.to_builtins(LAYOUT), **changes}, descriptors.Layout)
     async with connected(backend, changes=changes) as (ours, process, peer):
-        before, remote = bytes(ours.pool), process.content()
-        await move(ours, peer, [5, 6, 9], [100, 101, 3])
+        before = {False: bytes(ours.pool), True: process.content()}
+        await move(ours, operation, peer, [5, 6, 9], [100, 101, 3])
 
+        is_write = operation is WRITE
+        after = process.content() if is_write else bytes(ours.pool)
+        layouts = {False: LAYOUT, True: theirs}
         for here, there in zip([5, 6, 9], [100, 101, 3], strict=True):
-            source, target = heads_of(remote, there, theirs), heads_of(before, here, LAYOUT)
+            blocks = {False: here, True: there}
+            source = heads_of(before[not is_write], blocks[not is_write], layouts[not is_write])
+            target = heads_of(before[is_write], blocks[is_write], layouts[is_write])
             expected = {place: source.get(place, kept) for place, kept in target.items()}
-            assert heads_of(bytes(ours.pool), here, LAYOUT) == expected
+            assert heads_of(after, blocks[is_write], layouts[is_write]) == expected
 
 
 @pytest.mark.parametrize("changes", [{"block_size": 8}, {"dtype": "bfloat16"}, {"num_layers": 4}])
@@ -256,7 +274,9 @@ async def test_transfer_from_a_frozen_peer_fails_at_the_deadline_over_tcp():
         process.freeze()
 
         with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
-            await move(ours, peer, [1], [2], deadline_s=SOON_S)
+            await move(ours, READ, peer, [1], [2], deadline_s=SOON_S)
+        with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
+            await move(ours, WRITE, peer, [1], [2], deadline_s=SOON_S)
 
 
 @pytest.mark.parametrize("backend", ACROSS)
@@ -291,11 +311,11 @@ async def test_probe_of_a_frozen_peer_fails_in_time_over_a_network(backend):
 async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
-        stalled = [ours.agent.prepare(peer, [i], [i]) for i in range(4)]
+        stalled = [ours.agent.prepare(READ, peer, [i], [i]) for i in range(4)]
         outcomes = [transfer.post(deadline_s=LONG_S) for transfer in stalled]
 
         with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
-            await move(ours, peer, [9], [9], deadline_s=SOON_S)
+            await move(ours, READ, peer, [9], [9], deadline_s=SOON_S)
 
         for transfer in stalled:
             await transfer.release()
@@ -305,7 +325,7 @@ async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
 async def test_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
-        transfer = ours.agent.prepare(peer, range(1000), range(1000))
+        transfer = ours.agent.prepare(READ, peer, range(1000), range(1000))
         posted = transfer.post(deadline_s=LONG_S)
         process.kill()
 
@@ -316,19 +336,20 @@ async def test_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
 
 
 @needs_nixl
-async def test_killed_peer_is_an_error_over_nixl():
+@pytest.mark.parametrize("operation", [READ, WRITE])
+async def test_killed_peer_is_an_error_over_nixl(operation):
     async with connected("nixl") as (ours, process, peer):
         process.kill()
 
         with pytest.raises(errors.TransferError):
-            await move(ours, peer, range(1000), range(1000), deadline_s=LONG_S)
+            await move(ours, operation, peer, range(1000), range(1000), deadline_s=LONG_S)
 
 
 async def give_up_a_stalled_nixl_peer():
     async with connected("nixl") as (ours, process, peer):
         process.freeze()
         with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
-            await move(ours, peer, range(1000), range(1000), deadline_s=SOON_S)
+            await move(ours, READ, peer, range(1000), range(1000), deadline_s=SOON_S)
         left = bytes(ours.pool)
         sys.stdout.write(GIVEN_UP)
         sys.stdout.flush()
@@ -363,11 +384,11 @@ async def test_shared_memory_outlives_its_owner():
     async with connected("shm") as (ours, process, peer):
         process.kill()
 
-        await move(ours, peer, range(1000), range(1000))
+        await move(ours, READ, peer, range(1000), range(1000))
 
         assert blocks_of(bytes(ours.pool), range(1000)) == blocks_of(content(2), range(1000))
         with pytest.raises(errors.TransferError):
-            await move(ours, peer, [1], [2], notification=b"pulled", deadline_s=LONG_S)
+            await move(ours, READ, peer, [1], [2], notification=b"pulled", deadline_s=LONG_S)
 
 
 @pytest.mark.parametrize("backend", ACROSS)
@@ -391,12 +412,12 @@ async def test_restarted_worker_is_another_peer():
 
         try:
             with pytest.raises(errors.TransferError):
-                await move(ours, peer, [1], [2])
+                await move(ours, READ, peer, [1], [2])
             await ours.agent.disconnect(peer)
             with pytest.raises(errors.TransferError, match="has restarted"):
                 await ours.agent.connect(process.metadata, deadline_s=LONG_S)
             renewed = await ours.agent.connect(again.metadata, deadline_s=LONG_S)
-            await move(ours, renewed, [1], [2])
+            await move(ours, READ, renewed, [1], [2])
         finally:
             again.close()
 
@@ -407,7 +428,7 @@ async def test_restarted_worker_is_another_peer():
 async def test_cancelled_transfer_stops_and_is_quiet_after_release():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
-        transfer = ours.agent.prepare(peer, range(10), range(10))
+        transfer = ours.agent.prepare(READ, peer, range(10), range(10))
         posted = transfer.post(deadline_s=LONG_S)
 
         posted.cancel()
@@ -441,7 +462,9 @@ async def test_closing_frees_descriptors_mappings_and_threads(backend):
         before = held()
         for _ in range(5):
             peer = await ours.agent.connect(process.metadata, deadline_s=LONG_S)
-            await asyncio.gather(*(move(ours, peer, [i], [i], notification=b"") for i in range(8)))
+            await asyncio.gather(
+                *(move(ours, READ, peer, [i], [i], notification=b"") for i in range(8))
+            )
             await ours.agent.disconnect(peer)
         await until(lambda: held() == before and process.num_descriptors() <= num_theirs)
         await ours.close()

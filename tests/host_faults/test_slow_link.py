@@ -11,6 +11,7 @@ import transfer_peer
 from dynamo.base import errors
 from dynamo.runtime import listening, requests
 from dynamo.runtime.backends import tcp
+from dynamo.transfer import api
 from dynamo.transfer.backends import tcp as copies
 from waiting import PATIENT_S
 
@@ -28,7 +29,7 @@ async def copy_on(ours, peer, number):
     first = number * 100
     blocks = list(range(first, first + 100))
     while True:
-        transfer = ours.agent.prepare(peer, blocks, blocks)
+        transfer = ours.agent.prepare(api.TransferOperation.READ, peer, blocks, blocks)
         with contextlib.suppress(Exception):
             await transfer.post(deadline_s=COPYING_S)
         await transfer.release()

@@ -253,7 +253,12 @@ class KvImporter:
             if self._before_copy is not None:
                 await self._before_copy(kv_import, limit_s)
             agent = await self._agent.get_started()
-            copy = agent.prepare(peer, kv_import.local_blocks, kv_import.remote_blocks)
+            copy = agent.prepare(
+                transfer.TransferOperation.READ,
+                peer,
+                kv_import.local_blocks,
+                kv_import.remote_blocks,
+            )
             try:
                 await copy.post(deadline_s=limit_s)
                 self._peers.note_copy(engine_id)

@@ -58,8 +58,10 @@ class ConnectedPeer:
 class PreparedTransfer:
     """A prepared copy. It may be posted again when it is done, but runs once at a time."""
 
-    def __init__(self, peer: ConnectedPeer, copies: plan.Plan) -> None:
-        self._peer, self._plan = peer, copies
+    def __init__(
+        self, operation: api.TransferOperation, peer: ConnectedPeer, copies: plan.Plan
+    ) -> None:
+        self._operation, self._peer, self._plan = operation, peer, copies
         self._job: ThreadJob[None] | None = None
         self._is_released = False
         self._quick_pattern = copies.pattern() if self._is_quick else None
@@ -112,7 +114,7 @@ class PreparedTransfer:
     def _move_now(self, pattern: plan.Pattern, limit: TimeLimit) -> asyncio.Future[None]:
         outcome = asyncio.get_running_loop().create_future()
         try:
-            self._peer.route.move(pattern, limit)
+            self._peer.route.move(self._operation, pattern, limit)
         except errors.TransferError as error:
             outcome.set_exception(error)
         else:
@@ -120,10 +122,10 @@ class PreparedTransfer:
         return outcome
 
     def _work(self, notification: bytes | None) -> Callable[[TimeLimit], None]:
-        route, copies = self._peer.route, self._plan
+        route, operation, copies = self._peer.route, self._operation, self._plan
 
         def work(limit: TimeLimit) -> None:
-            route.move(copies.pattern(), limit)
+            route.move(operation, copies.pattern(), limit)
             if notification is not None:
                 route.notify(notification, limit)
 
@@ -264,19 +266,26 @@ class TransferAgent:
             await self._peer_by_epoch.pop(peer.epoch).close()
 
     def prepare(
-        self, peer: ConnectedPeer, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+        self,
+        operation: api.TransferOperation,
+        peer: ConnectedPeer,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
     ) -> PreparedTransfer:
-        """Plan the copy of each remote block to the local one at the same place in its list, neighbours merged.
+        """Plan the copy of each block to or from the one at the same place in the other list, neighbours merged.
 
         With unequal tensor-parallel sizes only the heads that both ranks hold are moved. Raises LocalProtocolError
-        if the lists differ in length, a block is outside its pool, or a local one is written twice; TransferError if
-        the peer has no heads of ours.
+        if the lists differ in length, a block is outside its pool, or written twice; TransferError if the peer has no
+        heads of ours.
         """
         self._check_connected(peer)
-        if len(set(local_blocks)) < len(local_blocks):
+        written = local_blocks if operation is api.TransferOperation.READ else remote_blocks
+        if len(set(written)) < len(written):
             raise errors.LocalProtocolError("expected to write each block once, got one twice")
         layout = self._started().layout
-        return PreparedTransfer(peer, plan.make(layout, peer.layout, local_blocks, remote_blocks))
+        return PreparedTransfer(
+            operation, peer, plan.make(layout, peer.layout, local_blocks, remote_blocks)
+        )
 
     async def probe(self, peer: ConnectedPeer, num_bytes: int, *, deadline_s: float) -> None:
         """Copy that much of the peer's memory, at most all of it, and drop it. Raises TransferError if it is late."""

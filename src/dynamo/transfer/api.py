@@ -4,7 +4,7 @@
     agent.register(Region(memory=memory, layout=layout))      # torch.frombuffer(memory, ...) is the KV cache
     hello = agent.export_metadata()                           # bytes; travels on the request plane or in discovery
     peer = await agent.connect(hello_of_peer, deadline_s=5)   # once per peer, ahead of need
-    transfer = agent.prepare(peer, local_blocks, remote_blocks)  # copies remote blocks into local ones
+    transfer = agent.prepare(TransferOperation.READ, peer, local_blocks, remote_blocks)
     try:
         await transfer.post(deadline_s=5, notification=b"pulled 7")
     finally:
@@ -15,10 +15,10 @@ Promises:
 - Nothing blocks the event loop: threads move the bytes, except for copies that take less time than a change of thread
   would. All callbacks come on the event loop's thread.
 - Every wait has a deadline. A peer that dies, stalls, restarts or sends garbage is a TransferError within it.
-- A peer's pool is only read: late bytes of a broken connection cannot reach blocks of another sequence there.
-- Local blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a
-  failure they are *undefined*, to be computed anew, but they are quiet: when `post` has raised TransferError or
-  `release` has returned, nothing writes to them any more.
+- Blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a
+  failure the local blocks of a READ are *undefined*, to be computed anew, but they are quiet: when `post` has raised
+  TransferError or `release` has returned, nothing writes to them any more. The remote blocks of a failed WRITE are
+  undefined, and late bytes may reach them until the connection has ended: prefer READ.
 - A notification is given to the peer after the bytes, never before, and never if they failed. When `post` or `notify`
   returns, the peer has heard it; if it fails, it may have.
 
@@ -96,13 +96,6 @@ class TimeLimit:
                 self._interrupt = None
 
 
-class TransferOperation(enum.StrEnum):
-    """The direction of a `BlockCopier`: READ copies from host memory to the engine's own, WRITE to host memory."""
-
-    READ = "read"
-    WRITE = "write"
-
-
 class BlockCopier(Protocol):
     """Copies blocks between an engine's own memory and host memory in which blocks follow one another.
 
@@ -111,7 +104,7 @@ class BlockCopier(Protocol):
 
     def move(
         self,
-        operation: TransferOperation,
+        operation: "TransferOperation",
         device_blocks: Sequence[int],
         host_blocks: Sequence[int],
         limit: TimeLimit,
@@ -210,6 +203,13 @@ class ThreadJob(Generic[T]):
             self._discard(running.result())
 
 
+class TransferOperation(enum.StrEnum):
+    """READ copies remote blocks into local ones, WRITE local blocks into remote ones, seen from the posting side."""
+
+    READ = "read"
+    WRITE = "write"
+
+
 OnNotification = Callable[[str, bytes], None]
 """Called with the name that the sender gave itself, and its message."""
 
@@ -244,8 +244,8 @@ class PeerTarget:
 class TransferRoute(Protocol):
     """A connection to one peer. Several threads may use it at once."""
 
-    def move(self, pattern: Pattern, limit: TimeLimit) -> None:
-        """Copy all pieces from the peer's pool. Raises TransferError; then nothing is being copied any more."""
+    def move(self, operation: TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
+        """Copy all pieces of the pattern. Raises TransferError; then nothing is being copied any more."""
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         """Copy so many bytes of the peer's memory and drop them; nothing where bytes cross no network.

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from dynamo.base import errors
+from dynamo.transfer import api
 from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.plan import Pattern
 
@@ -101,11 +102,20 @@ class Window:
         self.view.release()
 
 
-def move(target: Window, source: Window, pattern: Pattern, limit: TimeLimit) -> None:
-    """Copy all pieces of the pattern, whose remote pool is `source`. Raises TransferError at the time limit.
+def move(
+    operation: api.TransferOperation,
+    local: Window,
+    remote: Window,
+    pattern: Pattern,
+    limit: TimeLimit,
+) -> None:
+    """Copy all pieces of the pattern in the direction of the operation. Raises TransferError at the time limit.
 
     Nothing is checked per piece: a plan has no block outside its pools, and no window is shorter than its pool.
     """
+    target, source = local, remote
+    if operation is api.TransferOperation.WRITE:
+        target, source, pattern = remote, local, pattern.turned()
     cuts = [(slice(to, to + n), slice(of, of + n), n) for to, of, n in pattern.stencil]
     num_copied = 0
     into = out_of = _NOTHING

@@ -6,6 +6,7 @@
     AgentWelcome(padding)   ──▶     longer than a packet: a path that drops long ones is no path for blocks
                             ◀──     Attach                      shared memory: the answer brings a descriptor
                             ◀──     Read(pieces)                bytes follow the answer (and their checksum)
+                            ◀──     Write(pieces), bytes (and their checksum)
                             ◀──     Notify
     Done or Refused         ──▶     to each; then the next
 
@@ -62,6 +63,12 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     timeout_s: float
 
 
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    pieces: bytes
+    is_summed: bool
+    timeout_s: float
+
+
 class Notify(msgspec.Struct, frozen=True, tag="notify"):
     message: bytes
     timeout_s: float
@@ -75,7 +82,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-REQUESTS = (Attach, Read, Notify)
+REQUESTS = (Attach, Read, Write, Notify)
 Span = tuple[int, int]
 """Offset and length."""
 

@@ -34,6 +34,13 @@ class Pattern(NamedTuple):
             for local, remote, length in self.stencil:
                 yield local_origin + local, remote_origin + remote, length
 
+    def turned(self) -> "Pattern":
+        """Return the pattern with the two pools swapped."""
+        return Pattern(
+            [(remote, local) for local, remote in self.origins],
+            [(remote, local, length) for local, remote, length in self.stencil],
+        )
+
 
 class Run(NamedTuple):
     """Blocks that follow one another in both pools."""
@@ -118,7 +125,7 @@ class Plan:
 def make(
     local: Layout, remote: Layout, local_blocks: Sequence[int], remote_blocks: Sequence[int]
 ) -> Plan:
-    """Plan the copy of each remote block to the local one at the same position in its list.
+    """Plan the copy of each block to or from the one at the same position in the other list.
 
     Raises LocalProtocolError for lists of different length and blocks outside their pool, TransferError if the
     two ranks share no heads.

@@ -185,6 +185,11 @@ class TransferServer:
                 spans = messages.unpack(request.pieces, len(memory))
                 link.send(messages.Done(), limit, is_more=True)
                 link.send_spans(memory, spans, limit, is_summed=request.is_summed)
+            case messages.Write():
+                limit = TimeLimit(request.timeout_s)
+                spans = messages.unpack(request.pieces, len(memory))
+                link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
+                link.send(messages.Done(), limit)
             case messages.Notify():
                 self._notify(link, sender, request)
             case messages.Attach():

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from dynamo.base import errors
-from dynamo.transfer import memory
+from dynamo.transfer import api, memory
 from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.plan import Pattern
 
+READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
 MIB = 2**20
 
 
@@ -77,13 +78,14 @@ def test_impossible_allocation_is_a_config_error():
 
 
 @pytest.mark.parametrize("length", [5, 64 * 1024, 40 * MIB])
-def test_short_and_long_copies(length):
+def test_short_and_long_copies_in_both_directions(length):
     ours, theirs = (memory.Window(memory.private(41 * MIB)) for _ in range(2))
     theirs.view[10 : 10 + length] = os.urandom(length)
 
-    memory.move(ours, theirs, one(3, 10, length), TimeLimit(30))
+    memory.move(READ, ours, theirs, one(3, 10, length), TimeLimit(30))
+    memory.move(WRITE, ours, theirs, one(3, 0, length), TimeLimit(30))
 
-    assert ours.view[3 : 3 + length] == theirs.view[10 : 10 + length]
+    assert ours.view[3 : 3 + length] == theirs.view[:length]
     ours.close()
     theirs.close()
 
@@ -95,21 +97,25 @@ def test_copy_that_was_cancelled_stops_on_its_way():
     limit.cancel()
 
     with pytest.raises(errors.TransferError, match="cancelled"):
-        memory.move(ours, theirs, one(0, 0, 64 * MIB), limit)
+        memory.move(READ, ours, theirs, one(0, 0, 64 * MIB), limit)
     assert ours.view[-1] == 0
     ours.close()
     theirs.close()
 
 
-def test_pattern_is_copied_from_each_of_its_origins():
+@pytest.mark.parametrize("operation", [READ, WRITE])
+def test_pattern_is_copied_from_each_of_its_origins(operation):
     ours, theirs = (memory.Window(memory.private(300)) for _ in range(2))
     ours.view[:], theirs.view[:] = os.urandom(300), os.urandom(300)
     pattern = Pattern([(0, 200), (100, 10)], [(5, 1, 20), (50, 70, 8)])
-    expected_ours, expected_theirs = bytearray(ours.view), bytes(theirs.view)
+    expected_ours, expected_theirs = bytearray(ours.view), bytearray(theirs.view)
     for here, there, length in [(5, 201, 20), (50, 270, 8), (105, 11, 20), (150, 80, 8)]:
-        expected_ours[here : here + length] = theirs.view[there : there + length]
+        if operation is READ:
+            expected_ours[here : here + length] = theirs.view[there : there + length]
+        else:
+            expected_theirs[there : there + length] = ours.view[here : here + length]
 
-    memory.move(ours, theirs, pattern, TimeLimit(30))
+    memory.move(operation, ours, theirs, pattern, TimeLimit(30))
 
     assert (ours.view, theirs.view) == (expected_ours, expected_theirs)
     ours.close()
@@ -124,7 +130,7 @@ def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypat
     size = 64 * 1024
     pieces = [(at, at, size) for at in range(0, 12 * MIB, size)]
 
-    memory.move(ours, theirs, Pattern([(0, 0)], pieces), TimeLimit(30))
+    memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), TimeLimit(30))
 
     stretches = [range(start, start + 2 * MIB, size) for start in (2 * MIB, 6 * MIB, 10 * MIB)]
     assert [at - ours.address for at in freely] == [at for each in stretches for at in each]
@@ -141,7 +147,7 @@ def test_copy_that_failed_holds_no_memory(monkeypatch):
     pieces = [(at, at, size) for at in range(0, 8 * MIB, size)]
 
     with pytest.raises(errors.TransferError, match="cancelled") as failure:
-        memory.move(ours, theirs, Pattern([(0, 0)], pieces), limit)
+        memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), limit)
     ours.close()
     theirs.close()
     for one in memories:

@@ -49,9 +49,9 @@ class LocalRoute:
         self._local = memory.Window(own.region.memory)
         self._remote = memory.Window(self._peer().region.memory)
 
-    def move(self, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         self._peer()
-        memory.move(self._local, self._remote, pattern, limit)
+        memory.move(operation, self._local, self._remote, pattern, limit)
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         """Do nothing: no byte crosses a network."""

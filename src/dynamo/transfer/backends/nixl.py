@@ -96,14 +96,18 @@ class NixlEndpoint:
         by_peer = self._call(lambda: self._agent.get_new_notifs())
         return [(peer, bytes(each)) for peer, bodies in by_peer.items() for each in bodies]
 
-    def read(self, peer: str, pool_at: int, pieces: Sequence[Piece], limit: TimeLimit) -> None:
-        """Copy these pieces from the peer's pool, which begins at the address `pool_at` of its process.
-
-        After an error or at the time limit, bytes may still arrive until `close`.
-        """
+    def move(
+        self,
+        operation: api.TransferOperation,
+        peer: str,
+        pool_at: int,
+        pieces: Sequence[Piece],
+        limit: TimeLimit,
+    ) -> None:
+        """Copy these pieces. After an error or at the time limit, bytes may still arrive until `close`."""
         local_parts = [(self._window.address + local, length, 0) for local, _, length in pieces]
         remote_parts = [(pool_at + remote, length, 0) for _, remote, length in pieces]
-        self._handle = self._call(lambda: self._begin(peer, local_parts, remote_parts))
+        self._handle = self._call(lambda: self._begin(operation, peer, local_parts, remote_parts))
         state = self._call(lambda: self._agent.transfer(self._handle))
         wait = Wait(limit)
         while state == "PROC":
@@ -133,6 +137,7 @@ class NixlEndpoint:
 
     def _begin(
         self,
+        operation: api.TransferOperation,
         peer: str,
         local_parts: list[tuple[int, int, int]],
         remote_parts: list[tuple[int, int, int]],
@@ -140,7 +145,7 @@ class NixlEndpoint:
         local, remote = (
             self._agent.get_xfer_descs(side, "DRAM") for side in (local_parts, remote_parts)
         )
-        return self._agent.initialize_xfer("READ", local, remote, peer)
+        return self._agent.initialize_xfer(operation.name, local, remote, peer)
 
     @staticmethod
     def _call(function: Callable[[], T]) -> T:
@@ -226,11 +231,11 @@ class NixlRoute:
         with self._borrow(limit):
             pass
 
-    def move(self, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         with self._borrow(limit) as own:
             for stretch in stretches(pattern.pieces()):
                 limit.remaining_s()
-                own.read(self._target.epoch, self._address.pool_at, stretch, limit)
+                own.move(operation, self._target.epoch, self._address.pool_at, stretch, limit)
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         """Do nothing: NIXL writes to registered memory only, and all of ours is in use."""

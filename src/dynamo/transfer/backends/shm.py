@@ -70,8 +70,8 @@ class ShmRoute:
     def __init__(self, local: memory.Window, remote: memory.Window, links: LinkPool) -> None:
         self._local, self._remote, self._links = local, remote, links
 
-    def move(self, pattern: Pattern, limit: TimeLimit) -> None:
-        memory.move(self._local, self._remote, pattern, limit)
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
+        memory.move(operation, self._local, self._remote, pattern, limit)
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         """Do nothing: no byte crosses a network."""

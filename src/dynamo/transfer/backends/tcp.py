@@ -109,11 +109,12 @@ class TcpRoute:
     def __init__(self, memory: memoryview, links: LinkPool, *, is_summed: bool) -> None:
         self._memory, self._links, self._is_summed = memory, links, is_summed
 
-    def move(self, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
+        step = self._pull if operation is api.TransferOperation.READ else self._push
         with self._links.borrow(limit) as link:
             pieces = pattern.pieces()
             while batch := list(itertools.islice(pieces, messages.MAX_PIECES)):
-                self._pull(link, batch, limit)
+                step(link, batch, limit)
 
     def probe(self, num_bytes: int, limit: TimeLimit) -> None:
         dropped = memoryview(bytearray(num_bytes))
@@ -128,13 +129,25 @@ class TcpRoute:
         self._links.close()
 
     def _pull(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:
-        remote = messages.pack([(remote, length) for _, remote, length in batch])
-        link.send(messages.Read(remote, self._is_summed, limit.remaining_s()), limit)
+        link.send(messages.Read(_remote(batch), self._is_summed, limit.remaining_s()), limit)
         link.receive(
             messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES, is_copy=True
         )
-        local = [(local, length) for local, _, length in batch]
-        link.receive_spans(self._memory, local, limit, is_summed=self._is_summed)
+        link.receive_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
+
+    def _push(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:
+        request = messages.Write(_remote(batch), self._is_summed, limit.remaining_s())
+        link.send(request, limit, is_more=True)
+        link.send_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
+        link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+
+
+def _local(batch: list[Piece]) -> list[messages.Span]:
+    return [(local, length) for local, _, length in batch]
+
+
+def _remote(batch: list[Piece]) -> bytes:
+    return messages.pack([(remote, length) for _, remote, length in batch])
 
 
 def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink) -> Link:
