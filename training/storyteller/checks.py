@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from training.storyteller import far_questions
 from training.storyteller.first_questions import (
     KEPT_BACK,
     KEPT_BACK_LATER,
@@ -74,6 +76,15 @@ def all_checks() -> list[Check]:
         _first_questions,
     )  # fmt: skip
     return [check for maker in makers for check in maker()]
+
+
+def list_far_checks(texts: Path) -> list[Check]:
+    """Return questions of public sets that training never saw, of all lengths."""
+    questions = sorted(far_questions.read_far_questions(texts, kept_back=True), key=len)
+    return [
+        Check(_ask(question), {"refusals, public questions": refusals.is_refusal})
+        for question in questions[:: len(questions) // 95]
+    ]
 
 
 def says(*expected: str) -> Judge:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from training.storyteller.far_questions import add_far_questions
 from training.storyteller.grammar.conversation import draw_conversation
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Conversation
@@ -52,11 +53,16 @@ def draw_conversations(seed: str, count: int) -> Iterator[Conversation]:
         yield draw_conversation(Dice(f"{seed}/{number}"))
 
 
-def build_corpus(tokenizer: Tokenizer, seed: str, count: int) -> Corpus:
-    """Draw, render, tokenize and weigh `count` conversations."""
+def build_corpus(
+    tokenizer: Tokenizer, seed: str, count: int, far_questions: list[str] | None = None
+) -> Corpus:
+    """Draw, render, tokenize and weigh `count` conversations, and the far questions among them."""
     tokens: list[np.ndarray] = []
     weights: list[np.ndarray] = []
-    for chunk in _chunks(draw_conversations(seed, count)):
+    conversations = draw_conversations(seed, count)
+    if far_questions:
+        conversations = add_far_questions(conversations, far_questions, seed)
+    for chunk in _chunks(conversations):
         encodings = tokenizer.encode_batch([render(conversation) for conversation in chunk])
         for conversation, encoding in zip(chunk, encodings, strict=True):
             row = np.array([*encoding.ids, tokenizer.token_to_id(END_OF_TEXT)], dtype=np.uint16)

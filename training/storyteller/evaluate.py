@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from training.storyteller.checks import Check, all_checks
+from training.storyteller.checks import Check, all_checks, list_far_checks
 from training.storyteller.corpus import build_corpus
 from training.storyteller.grammar.messages import Conversation, Message
 from training.storyteller.render import render
@@ -69,9 +69,9 @@ class Answerer:
         return [self.tokenizer.decode(row[width:].tolist()) for row in out]
 
 
-def evaluate(answerer: Answerer) -> dict[str, Score]:
-    """Ask everything and count by group."""
-    checks = all_checks()
+def evaluate(answerer: Answerer, texts: Path | None) -> dict[str, Score]:
+    """Ask everything and count by group; with `texts`, some questions of public sets as well."""
+    checks = all_checks() + (list_far_checks(texts) if texts else [])
     verdicts: dict[str, list[bool]] = {
         group: [] for check in checks for group in check.judge_by_group
     }
@@ -110,11 +110,12 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--json", type=Path, help="file to write the scores to")
+    parser.add_argument("--texts", type=Path, help="folder of public texts, for more to refuse")
     parser.add_argument("--samples", action="store_true", help="print some conversations too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     answerer, started = Answerer(options.model), time.process_time()
-    scores = evaluate(answerer)
+    scores = evaluate(answerer, options.texts)
     loss = validation_loss(answerer.model, build_corpus(answerer.tokenizer, "validation", 300))
     for group, score in scores.items():
         print(f"{group:34} {score.right:3} of {score.total:3}  {score.right / score.total:5.0%}")

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
 from training.storyteller.corpus import Corpus, build_corpus, draw_conversations
+from training.storyteller.far_questions import read_far_questions
 from training.storyteller.model import (
     load_to_continue,
     make_config,
@@ -50,6 +51,7 @@ class TrainingOptions:
     rate: float
     continue_from: Path | None
     residual_scale: float
+    texts: Path | None
     report_every: int
     save_every: int
 
@@ -74,6 +76,9 @@ def parse_options(arguments: list[str]) -> TrainingOptions:
     parser.add_argument(
         "--residual-scale", type=float, default=1.0, help="factor for what its layers write"
     )
+    parser.add_argument(
+        "--texts", type=Path, help="folder of public texts, for questions to refuse"
+    )
     parser.add_argument("--report-every", type=int, default=25, help="steps between reports")
     parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     values = parser.parse_args(arguments)
@@ -86,6 +91,7 @@ def parse_options(arguments: list[str]) -> TrainingOptions:
         rate=values.rate,
         continue_from=values.continue_from,
         residual_scale=values.residual_scale,
+        texts=values.texts,
         report_every=values.report_every,
         save_every=values.save_every,
     )
@@ -178,7 +184,8 @@ def train(options: TrainingOptions) -> None:
     torch.manual_seed(options.seed)
     tokenizer = _make_tokenizer(options)
     save_tokenizer(tokenizer, options.out)
-    corpus = build_corpus(tokenizer, f"{options.seed}", options.num_conversations)
+    far_questions = read_far_questions(options.texts) if options.texts else None
+    corpus = build_corpus(tokenizer, f"{options.seed}", options.num_conversations, far_questions)
     held_out = build_corpus(tokenizer, "validation", 300)
     source = options.continue_from
     model = (

@@ -212,6 +212,7 @@ ANSWERS = (
     "I am a very small model and do not know that. I know {abilities}.",
     "Sorry, I cannot help with that. I only know {abilities}.",
 )
+OUTSIDE = "This is outside of what I know. I should say so."
 ANSWERS_WITH_SUBJECT = (
     "I am sorry, I do not know about {s}. I only know {abilities}.",
     "I know nothing about {s}. I only know {abilities}.",
@@ -261,9 +262,12 @@ def _pair(dice: Dice, *, held_out: bool) -> tuple[str, str]:
 
 def draw_exchange(dice: Dice, *, held_out: bool = False) -> list[Message]:
     asked, answered = _pair(dice, held_out=held_out)
-    return exchange(
-        typed(dice, asked), answered, "This is outside of what I know. I should say so."
-    )
+    return exchange(typed(dice, asked), answered, OUTSIDE)
+
+
+def refuse(dice: Dice, question: str) -> list[Message]:
+    """Return a question from elsewhere with one of the answers that admit that it is not known."""
+    return exchange(question, dice.pick(ANSWERS).format(abilities=ABILITIES), OUTSIDE)
 
 
 def is_refusal(answer: str) -> bool:
