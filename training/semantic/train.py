@@ -58,7 +58,7 @@ FRAMES = (  # how people ask of a term
     "What is the difference between {} and the rest?",
 )
 MADE_SOURCES = ("frames", "sprinkled", "spelled", "programs")  # no threshold is set by them
-FALSE_ALARMS = (0.009, 0.002)  # among public harmless texts, by the windows of each size alone
+FALSE_ALARMS = (0.009, 0.001)  # among public harmless texts, by the windows of each size alone
 LEFT_OUT = ("harmful", "indirect")  # what words cannot tell from harmless texts
 OUT = profile.WEIGHTS
 
