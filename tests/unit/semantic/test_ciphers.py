@@ -187,6 +187,7 @@ def test_text_is_read_as_the_cipher_with_the_most_words_in_it():
         "1" * 200_000,
         "a_" * 100_000,
         "a1" * 100_000,
+        "a1B2 " * 40_000,
         "01" * 100_000,
         "&#65;" * 40_000,
     ],

@@ -13,7 +13,7 @@ import collections
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from dynamo.semantic.classifiers import ciphers, words
@@ -22,6 +22,14 @@ _LONG_RUN = re.compile(  # of signs of base64, by its start: few texts have one
     r"[^A-Za-z0-9+/_-][A-Za-z0-9+/_-]{24}"
 )
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,}(?:\r?\n[A-Za-z0-9+/_-]{4,})*={0,2}")
+# Base64 or hexadecimal digits with blanks between pieces: many of them have a capital or a digit behind a small letter.
+_MIXED = re.compile(r"[A-Z0-9](?<=[a-z].)")
+_ROW = re.compile(  # from the start of a piece on, else a long one would be looked at once from each of its signs
+    r"[A-Za-z0-9+/_-](?<![A-Za-z0-9+/_-].)[A-Za-z0-9+/_-]*+(?:\s{1,4}[A-Za-z0-9+/_-]++)++"
+)
+_PLAIN_PIECE = re.compile(r"[A-Z]?[a-z]*")
+_MOST_PLAIN = 2  # pieces in a row that look like words
+_LEAST_SIGNS, _LEAST_MIXED = 24, 3
 _HEXADECIMAL = re.compile(r"(?:[0-9A-Fa-f]{2}){16,}")
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
 _BASE32 = re.compile(r"[A-Z2-7]{24,}|[a-z2-7]{24,}")
@@ -131,7 +139,9 @@ def read_disguised(text: str, depth: int = 0) -> Iterator[str]:
         decoded = (_decode(match[0]) for match in pieces)
         has_codes = num_digits >= _LEAST_CODES and _CODES.search(text) is not None
         codes = _read_codes(text) if has_codes else iter(())
-        for kind in (decoded, codes, ciphers.read_escapes(text)):
+        mixed = itertools.islice(_MIXED.finditer(text), _LEAST_MIXED)
+        rows = _read_rows(text) if len(list(mixed)) == _LEAST_MIXED else iter(())
+        for kind in (decoded, rows, codes, ciphers.read_escapes(text)):
             for inner in _join_many(kind):
                 yield inner
                 yield from read_disguised(inner, depth + 1)
@@ -240,6 +250,33 @@ def _read_codes(text: str) -> Iterator[str | None]:
 
 def _read_bits(digits: str) -> bytes:
     return bytes(int(digits[start : start + 8], 2) for start in range(0, len(digits), 8))
+
+
+def _read_rows(text: str) -> Iterator[str | None]:
+    """Yield the texts that stand in pieces of base64 or hexadecimal digits, None for rows of other words.
+
+    The first and the last piece that look like no word are known; one more before or behind them may belong to them.
+    """
+    for row in _ROW.finditer(text):
+        pieces = row[0].split()
+        for first, last in _find_mixed(pieces):
+            if sum(map(len, pieces[first:last])) < _LEAST_SIGNS:
+                continue
+            spans = ((first, last + 1), (max(0, first - 1), last + 1), (first, last))
+            yield next(filter(None, (_decode_block("".join(pieces[a:b])) for a, b in spans)), None)
+
+
+def _find_mixed(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield first place and end of each run of pieces that look like no words, but for a few among them."""
+    first = end = 0  # no run yet
+    for number, piece in enumerate(pieces):
+        if _PLAIN_PIECE.fullmatch(piece) is None:
+            first, end = first if end else number, number + 1
+        elif end and number - end >= _MOST_PLAIN:
+            yield first, end
+            end = 0
+    if end:
+        yield first, end
 
 
 def _decode(piece: str) -> str | None:
