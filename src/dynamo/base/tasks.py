@@ -11,13 +11,16 @@ by `run_until`, even if it died before that was called: no task dies in silence.
 
 import asyncio
 import contextlib
+import contextvars
+import errno
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from dynamo.base import clock as clocks
 
+T = TypeVar("T")
 _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
 _LOG_EVERY_S = 10.0
 
@@ -106,6 +109,25 @@ async def wait_until_idle(
             async with clock.timeout(min(_LOG_EVERY_S, left_s)):
                 await is_idle.wait()
     return True
+
+
+@contextlib.contextmanager
+def map_missing_thread() -> Iterator[None]:
+    """Raise OSError, as where no file is left, if the host has no thread left that the body wants to start."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise OSError(errno.EAGAIN, "no thread can be started") from error
+
+
+async def run_in_thread(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Run a function in a thread of the event loop's pool. Raises OSError if no thread can be started."""
+    call = functools.partial(contextvars.copy_context().run, function, *arguments, **options)
+    with map_missing_thread():
+        running = asyncio.get_running_loop().run_in_executor(None, call)
+    return await running
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dynamo.base import errors
+from dynamo.base import errors, tasks
 from dynamo.transfer.descriptors import Region
 from dynamo.transfer.plan import Pattern
 
@@ -130,13 +130,20 @@ class ThreadJob(Generic[T]):
         deadline_s: float,
         discard: Callable[[T], None] = lambda _: None,
     ) -> None:
-        """`discard` is called with a result that came too late. Raises LocalProtocolError for an invalid deadline."""
+        """`discard` is called with a result that came too late. Raises LocalProtocolError for an invalid deadline, or
+        TransferError if no thread can be started.
+        """
         self._loop = asyncio.get_running_loop()
         self._limit, self._discard = TimeLimit(deadline_s), discard
         self._quiet = asyncio.Event()
         self.outcome: asyncio.Future[T] = self._loop.create_future()
         self.outcome.add_done_callback(self._on_outcome)
-        self._running = threads.submit(work, self._limit)
+        try:
+            with tasks.map_missing_thread():
+                self._running = threads.submit(work, self._limit)
+        except OSError as error:
+            self._limit.cancel()  # the pool keeps the work for its next thread
+            raise errors.TransferError(f"not begun: {error}") from error
         self._running.add_done_callback(self._on_thread)
         self._timer = self._loop.call_later(deadline_s, self._running.cancel)
 

@@ -3,6 +3,7 @@ import errno
 import os
 import shutil
 import threading
+from concurrent import futures
 
 import pytest
 import watchfiles
@@ -145,6 +146,49 @@ async def test_key_that_the_disk_keeps_is_no_error_and_is_removed_later(join, mo
 
     assert "k stays for now" in caplog.text
     assert await member.get_prefix("") == {}
+
+
+@pytest.fixture
+def refuse_thread(monkeypatch):
+    """Let the next thread of this name not start; the event returned is set when it did not."""
+
+    def refuse_one(name):
+        start, was_refused = threading.Thread.start, asyncio.Event()
+
+        def start_or_refuse(thread):
+            if thread.name.startswith(name) and not was_refused.is_set():
+                was_refused.set()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+        return was_refused
+
+    return refuse_one
+
+
+async def test_files_are_followed_after_a_moment_without_threads(join, refuse_thread):
+    member = await join(1)
+    asyncio.get_running_loop().set_default_executor(futures.ThreadPoolExecutor(4, "asyncio"))
+    await asyncio.wait_for(refuse_thread("asyncio").wait(), PATIENT_S)
+    other = await join(2)
+    await other.put("a", b"")
+    watch = member.watch("")
+    async with asyncio.timeout(PATIENT_S):
+        await take(watch)
+        await other.put("b", b"")  # only the task that follows the files tells of it
+
+        assert (await take(watch)).key == "b"
+
+
+async def test_files_are_polled_where_no_thread_is_left_for_notifications(join, refuse_thread):
+    refuse_thread("notifier of")
+    member, other = await join(1), await join(2)
+    watch = member.watch("")
+    async with asyncio.timeout(PATIENT_S):
+        await other.put("a", b"")
+
+        assert (await take(watch)).key == "a"
 
 
 async def test_look_that_is_cancelled_leaves_no_notifier_at_a_directory_that_is_gone(

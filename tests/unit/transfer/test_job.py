@@ -33,6 +33,27 @@ async def test_error_comes_out(threads):
         await ThreadJob(threads, fail, deadline_s=PATIENT_S).outcome
 
 
+async def test_job_without_a_thread_raises_transfer_error_and_is_not_done_later(
+    threads, monkeypatch
+):
+    finished = []
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def work(limit):
+        limit.remaining_s()
+        finished.append("first")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(errors.TransferError, match="no thread can be started"):
+            ThreadJob(threads, work, deadline_s=PATIENT_S)
+    await ThreadJob(threads, lambda limit: finished.append("next"), deadline_s=PATIENT_S).outcome
+
+    assert finished == ["next"]
+
+
 async def test_stop_waits_until_the_thread_has_ended(threads):
     begun, left = threading.Event(), []
 

@@ -14,8 +14,9 @@ While the disk cannot be read, the watches keep their keys: a full disk must not
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import watchfiles
 
@@ -30,6 +31,7 @@ _STEP_MS = 50  # how often the notifying thread checks for changes and for its s
 _DEBOUNCE_MS = 200  # how long a storm of changes may delay the notification
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class FileDiscovery:
@@ -61,19 +63,19 @@ class FileDiscovery:
         `local_token` (`membership`) is put back with the other files if someone removes them.
         """
         leases = lease_directory.LeaseDirectory(directory, f"{instance_id:x}", local_token)
-        await asyncio.to_thread(leases.acquire)
+        await _run_apart(leases.acquire)
         self = cls(leases, time or clock.SystemClock())
         self._tasks.start(f"file discovery in {directory}", self._follow())
         return self
 
     async def put(self, key: str, value: bytes) -> None:
-        await asyncio.to_thread(self._directory.write, key, value)
+        await _run_apart(self._directory.write, key, value)
         self._changed.set()
 
     async def delete(self, *keys: str) -> None:
         for key in keys:
             try:
-                await asyncio.to_thread(self._directory.remove, key)
+                await _run_apart(self._directory.remove, key)
             except errors.ConfigError as error:  # each look at the disk tries again
                 log.warning("%s stays for now: %s", key, error)
         self._changed.set()
@@ -89,8 +91,8 @@ class FileDiscovery:
 
     async def close(self) -> None:
         await self._tasks.close()
-        await asyncio.to_thread(self._notifier.stop)
-        await asyncio.to_thread(self._directory.release)
+        await _run_apart(self._notifier.stop)
+        await _run_apart(self._directory.release)
 
     async def _follow(self) -> None:
         """Scan the directory whenever it may have changed."""
@@ -124,10 +126,10 @@ class FileDiscovery:
     async def _look(self, *, with_keys: bool) -> None:
         """Scan once. Raises ConfigError if the disk does not allow it."""
         async with self._round:
-            await asyncio.to_thread(self._restore)
+            await _run_apart(self._restore)
             if self._is_replaced:
                 await self._notify_anew()
-            self._view.replace(await asyncio.to_thread(self._directory.scan, with_keys=with_keys))
+            self._view.replace(await _run_apart(self._directory.scan, with_keys=with_keys))
 
     def _restore(self) -> None:
         """Put back what is missing on the disk; what a cancelled caller leaves, the next one does."""
@@ -136,9 +138,17 @@ class FileDiscovery:
 
     async def _notify_anew(self) -> None:
         """Start a notifier for the directory that took the place of the watched one."""
-        await asyncio.to_thread(self._notifier.stop)
+        await _run_apart(self._notifier.stop)
         self._notifier = _Notifier(self._directory.keys, self._changed)
         self._is_replaced, self._polls = False, 0
+
+
+async def _run_apart(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Run a function of the disk in a thread. Raises ConfigError, as the function does, if none can be started."""
+    try:
+        return await tasks.run_in_thread(function, *arguments, **options)
+    except OSError as error:
+        raise errors.ConfigError(f"discovery cannot look at its files: {error}") from error
 
 
 class _Notifier:
@@ -153,12 +163,17 @@ class _Notifier:
         self._thread = threading.Thread(
             target=self._run, name=f"notifier of {directory}", daemon=True
         )
-        self._thread.start()
+        try:
+            with tasks.map_missing_thread():
+                self._thread.start()
+        except OSError as error:
+            self._give_up(error)
 
     def stop(self) -> None:
         """Stop the thread and wait for it, a few hundredths of a second."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -174,7 +189,10 @@ class _Notifier:
             ):
                 self._loop.call_soon_threadsafe(self._changed.set)
         except (OSError, RuntimeError) as error:
-            self.is_working = False
-            log.warning(
-                "no notifications for %s, polling every %s s: %s", self._directory, POLL_S, error
-            )
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.is_working = False
+        log.warning(
+            "no notifications for %s, polling every %s s: %s", self._directory, POLL_S, error
+        )
