@@ -22,6 +22,7 @@ from dynamo.base import errors
 from dynamo.observability import metrics
 
 MAX_QUEUED_BYTES = 256 * 2**20
+CLOSE_S = 10.0  # a disk that hangs must not keep the process
 SINK_NAMES = ("stderr", "jsonl", "jsonl_gz")
 _OWNER_ONLY = 0o600
 _SUFFIXES = (".jsonl.gz", ".jsonl")
@@ -95,10 +96,16 @@ class RowWriter(Generic[R]):
             self._wake.set()
 
     def close(self) -> None:
-        """Write the queued rows, close the sinks and end the thread. Blocks."""
+        """Write the queued rows, close the sinks and end the thread; give up after `CLOSE_S` seconds. Blocks."""
         self._is_closed = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _logger.warning(
+                "%s: the last rows could not be written within %g s",
+                self._options.variable,
+                CLOSE_S,
+            )
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -64,7 +64,7 @@ class Preprocessor:
         self.text = detokenize.TextDecoder(tokenizer)
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
-        self._infill_format = infill_format
+        self.infill_format = infill_format
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template
@@ -212,7 +212,7 @@ class Preprocessor:
 
         Raises RequestError, which names `param`.
         """
-        joined = infill.join_prompts(prompts, suffix, self._infill_format, request.model)
+        joined = infill.join_prompts(prompts, suffix, self.infill_format, request.model)
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )

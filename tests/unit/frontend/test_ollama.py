@@ -56,14 +56,25 @@ async def test_chat_streams_lines_of_json_by_default(rig):
     assert rig.one.prompts == ["user: hi\n"]
 
 
-@pytest.mark.parametrize(
-    "field", [{"context": [1]}, {"template": "x"}, {"suffix": "x"}, {"logprobs": True}]
-)
+@pytest.mark.parametrize("field", [{"context": [1]}, {"template": "x"}, {"logprobs": True}])
 async def test_field_that_is_not_supported_is_refused_in_these_words(rig, field):
     answer = await ask(rig, "/api/generate", PROMPT, **field)
 
     (name,) = field
     assert answer.json() == {"error": f"{name}: not supported; leave it out"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_model_that_fills_in_answers_before_a_suffix(rig, stream):
+    able = model_card.ModelRuntimeConfig(infill_format="codestral")
+    worker = await rig.worker("coder", runtime_config=able)
+    asked = {"model": "coder", "prompt": "hi", "suffix": "s", "system": "x", "stream": stream}
+    said = lines(await ask(rig, "/api/generate", asked))
+    shown = await rig.client.post("/api/show", json={"model": "coder"})
+
+    assert "".join(line["response"] for line in said) == "hello"
+    assert worker.prompts == ["[SUFFIX]s[PREFIX]hi"]
+    assert "insert" in shown.json()["capabilities"]
 
 
 async def test_whole_chat_is_one_object(rig):
@@ -310,7 +321,8 @@ async def test_answer_about_a_loaded_model_has_the_time_of_now(rig, monkeypatch)
         ("/api/chat", CHAT | {"model": "q"}, 404, "'q'"),
         ("/api/chat", CHAT | {"messages": [{"role": "user", "content": "x", "images": ["i"]}]}, 400, "images"),
         ("/api/chat", CHAT | {"options": {"temperature": 9}}, 400, "options.temperature"),
-        ("/api/generate", PROMPT | {"suffix": "x"}, 400, "suffix"),
+        ("/api/generate", PROMPT | {"suffix": "x"}, 400, "suffix: the model 'm' is not known to fill in"),
+        ("/api/generate", PROMPT | {"suffix": "x", "images": ["i"]}, 400, "images: not supported together"),
         ("/api/generate", PROMPT | {"context": [1]}, 400, "context"),
         ("/api/embed", {"model": "m", "input": "x"}, 400, "embeddings"),
         ("/api/show", {}, 400, "model"),

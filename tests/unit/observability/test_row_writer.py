@@ -186,6 +186,24 @@ def test_row_after_close_is_dropped_and_counted(tmp_path, dropped):
     assert number(dropped) == 1
 
 
+def test_close_gives_up_on_a_disk_that_hangs(tmp_path, dropped, caplog, monkeypatch):
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hang(row):
+        has_begun.set()
+        may_end.wait(PATIENT_S)
+        return b"{}"
+
+    monkeypatch.setattr(row_writer, "CLOSE_S", 0)
+    writer = row_writer.RowWriter(options(tmp_path / "a.jsonl", buffer_bytes=1), hang, dropped)
+    writer.put({}, 1)
+    assert has_begun.wait(PATIENT_S)
+    writer.close()
+    may_end.set()
+
+    assert "the last rows could not be written within 0 s" in caplog.text
+
+
 def test_rows_that_fail_to_be_written_are_counted_and_logged(tmp_path, dropped, caplog):
     writer = row_writer.RowWriter(options(tmp_path / "a"), lambda row: 1 // row, dropped)
     writer.put(0)

@@ -268,14 +268,14 @@ def _read_rows(text: str) -> Iterator[str | None]:
 
 def _find_mixed(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield first place and end of each run of pieces that look like no words, but for a few among them."""
-    first = end = None
+    first = end = 0  # no run yet
     for number, piece in enumerate(pieces):
         if _PLAIN_PIECE.fullmatch(piece) is None:
-            first, end = number if first is None else first, number + 1
-        elif first is not None and number - end >= _MOST_PLAIN:
+            first, end = first if end else number, number + 1
+        elif end and number - end >= _MOST_PLAIN:
             yield first, end
-            first = None
-    if first is not None:
+            end = 0
+    if end:
         yield first, end
 
 

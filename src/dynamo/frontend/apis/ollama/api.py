@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, embeddings, error_dialects, models, openapi
+from dynamo.frontend.apis import embeddings, error_dialects, models, openapi
 from dynamo.frontend.apis.ollama import request
 from dynamo.frontend.apis.ollama import request as ollama_request
 from dynamo.frontend.apis.operation import (
@@ -274,7 +274,7 @@ class OllamaHandlers:
         api = pipeline.GenerationApi(
             endpoint=endpoint,
             decode=decode,
-            prepare=chat.prepare,
+            prepare=request.prepare,
             make_formatter=OllamaFormatter,
             stream=streaming.LineDelivery,
             dialect=_DIALECT,

@@ -7,14 +7,14 @@ Options of how Ollama runs a model (`num_ctx`, `keep_alive` …) are hints: a wo
 import itertools
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis import embeddings
-from dynamo.preprocess import conversation, images, inputs, options
+from dynamo.frontend.apis import chat, embeddings
+from dynamo.preprocess import conversation, images, infill, inputs, options, preprocessor
 from dynamo.runtime.http import json_body
 
 _TAG = ":latest"  # that Ollama's clients may add to a name
@@ -135,8 +135,8 @@ class OllamaGenerateRequest(OllamaInput, frozen=True, kw_only=True, forbid_unkno
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = None
+    suffix: str | None = None
     # refused, unless they ask for nothing
-    suffix: EmptyText = None
     template: EmptyText = None
     context: Nothing = None
 
@@ -169,6 +169,7 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
     is_chat: bool
     hides_thinking: bool = False
     keeps_alive: bool = True  # False: without a prompt, it asks for the model to be unloaded
+    suffix: str | None = None  # the text behind the answer
 
     @property
     def effort_param(self) -> str:
@@ -220,10 +221,29 @@ def decode_generate(body: bytes) -> OllamaConversation:
     if request.prompt:
         content = _with_images(request.prompt, request.images, "images")
         messages.append({"role": "user", "content": content})
+    if request.suffix and request.images:
+        raise errors.InvalidRequest.of_param("images", "not supported together with suffix")
     if request.system and messages and not request.raw:
         messages.insert(0, {"role": "system", "content": request.system})
     raw = inputs.NvExt(use_raw_prompt=True) if request.raw else None
-    return _checked(request.to_conversation(messages, nvext=raw, is_chat=False))
+    return _checked(
+        request.to_conversation(messages, nvext=raw, is_chat=False, suffix=request.suffix)
+    )
+
+
+async def prepare(
+    preparer: preprocessor.Preprocessor, turn: OllamaConversation, request_id: str
+) -> Sequence[preprocessor.Prepared]:
+    """Prepare the prompt, which with a suffix is the text before and behind the answer. Raises RequestError."""
+    if turn.suffix:
+        text = turn.messages[-1]["content"]
+        (prompt,) = infill.join_prompts([text], turn.suffix, preparer.infill_format, turn.model)
+        turn = msgspec.structs.replace(
+            turn,
+            messages=[{"role": "user", "content": prompt}],
+            nvext=inputs.NvExt(use_raw_prompt=True),
+        )
+    return await chat.prepare(preparer, turn, request_id)
 
 
 def decode_embed(body: bytes) -> embeddings.TextEmbeddingRequest:
