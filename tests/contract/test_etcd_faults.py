@@ -477,10 +477,38 @@ async def test_refused_key_is_named_and_hinders_no_other_key(etcd, proxy, caplog
     await until_there(etcd, {"v1/b", "v1/c"})
     await member.delete("v1/c")
     await until_there(etcd, {"v1/b"})
-    assert caplog.text.count("others do not see 'other/a' as it is here: etcd at") == 1
+    assert caplog.text.count("'other/a' is not written: etcd at") == 1
     allow(etcd, "worker", "other/")
     await until_there(etcd, {"v1/b", "other/a"})
     await member.close()
+
+
+async def test_etcd_without_room_is_followed_on_and_takes_removals(tmp_path, caplog):
+    etcd = EtcdServer(tmp_path, "--quota-backend-bytes", str(1 << 20))
+    etcd.start()
+    try:
+        whereto = access.EtcdAccess(addresses=(etcd.address,))
+        member, other = [await EtcdDiscovery.open(whereto, number) for number in (1, 2)]
+        for key in ("v1/a", "v1/b"):
+            await member.put(key, b"1")
+        watch = other.watch("v1/")
+        await other.put("v1/other", b"1")
+        await take(watch, 3)
+        with pytest.raises(AssertionError, match="database space exceeded"):
+            fill(etcd)
+        etcd.stop()
+        await until(lambda: member._etcd is None and other._etcd is None)
+        etcd.start(wait=False)  # it says that it is not healthy
+        await until(lambda: caplog.text.count("is not written: etcd at") == 3)
+        await member.delete("v1/b")
+        assert await take(watch, 1) == [Delete(key="v1/b")]
+
+        await member.close()
+        assert await take(watch, 1) == [Delete(key="v1/a")]
+        assert {key for key in etcd.held() if not key.startswith("fill/")} == {"v1/other"}
+        await other.close()
+    finally:
+        etcd.stop()
 
 
 async def test_member_that_closes_while_it_removes_keys_takes_all_its_keys_away(etcd, join):
@@ -587,6 +615,12 @@ async def test_expired_auth_token_is_renewed(tmp_path):
         await member.close()
     finally:
         server.stop()
+
+
+def fill(server):
+    """Write keys until there is no room."""
+    for number in itertools.count():
+        server.call("kv/put", key=encoded(f"fill/{number}"), value=encoded("x" * 50_000))
 
 
 def allow(server, role, prefix):

@@ -145,6 +145,19 @@ class KvEventPublisher:
         for dp_rank, log in list(self._log_by_rank.items()):
             yield from self._replay_rank(dp_rank, log, request.positions.get(dp_rank))
 
+    def begins_anew(self, request: kv_events.ReplayRequest) -> bool:
+        """Return whether `replay` yields all blocks of some rank: its events since that position are not kept."""
+        pairs = ((log, request.positions.get(rank)) for rank, log in self._log_by_rank.items())
+        return any(self._since(log, position) is None for log, position in pairs)
+
+    def _since(
+        self, log: "KvEventLog", position: kv_events.Position | None
+    ) -> list[kv_events.KvEvent] | None:
+        """Return the events of a rank that a subscriber missed; None if they are not kept."""
+        if position is None or position.epoch != self._epoch:
+            return None
+        return log.since(position.next_event_id)
+
     def _publish_batch(
         self, dp_rank: int, first_event_id: int, step: Sequence[kv_events.KvEvent] = ()
     ) -> None:
@@ -161,9 +174,7 @@ class KvEventPublisher:
         self, dp_rank: int, log: "KvEventLog", position: kv_events.Position | None
     ) -> Iterator[kv_events.ReplayPart]:
         end = kv_events.Position(self._epoch, log.next_event_id)
-        events: Iterable[kv_events.KvEvent] | None = None
-        if position is not None and position.epoch == self._epoch:
-            events = log.since(position.next_event_id)
+        events: Iterable[kv_events.KvEvent] | None = self._since(log, position)
         if events is None:
             events = log.snapshot()
             yield kv_events.ReplayPart(dp_rank=dp_rank, begins_anew=True)

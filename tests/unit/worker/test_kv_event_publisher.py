@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_fakes import make_load
+from worker_fakes import FakeCall, make_load
 
 from dynamo.base import tasks
 from dynamo.protocols import blocks, kv_events, load
 from dynamo.testing import clock as virtual
-from dynamo.worker import kv_event_publisher
+from dynamo.worker import kv_event_publisher, kv_event_replays
 
 
 class Plane:
@@ -155,6 +155,30 @@ def test_replay_covers_every_rank_and_splits_large_ones(publisher):
     for dp_rank in (0, 1):
         events = [e for part in parts if part.dp_rank == dp_rank for e in part.events]
         assert [block for event in events for block in event.blocks] == list(blocks)
+
+
+async def test_all_blocks_go_to_one_subscriber_at_a_time_and_missed_events_at_once(publisher):
+    for number in range(9):
+        stored = tuple(kv_events.StoredBlock(2048 * number + i, i) for i in range(1, 2049))
+        publisher.publish_kv_events([kv_events.Stored(parent_hash=None, blocks=stored)])
+    ends = []
+    async with tasks.Tasks() as running:
+        start = kv_event_replays.replay_handler(publisher, running)
+        positions = {"late": {}, "later": {}, "gone": {}, "behind": {0: kv_events.Position(5, 8)}}
+        calls = {
+            name: FakeCall(kv_events.ReplayRequest(positions=at)) for name, at in positions.items()
+        }
+        for call in calls.values():
+            start(call)
+        calls["gone"].cancel()
+        while len(ends) < 3:
+            await asyncio.sleep(0)
+            ends += [name for name, call in calls.items() if call.num_finished and name not in ends]
+            assert not (calls["later"].sent and not calls["late"].num_finished)
+
+    assert ends == ["behind", "late", "later"]
+    assert calls["later"].sent == calls["late"].sent
+    assert calls["gone"].sent == []
 
 
 class Requests:

@@ -4,7 +4,8 @@ It is gRPC by `grpclib`, on this process's event loop. gRPC's own library keeps 
 it, which took as much of an idle worker's processor time as all the rest, and 14 MB.
 
 A call that gets no answer raises Unavailable, and the connection may be given up; one that etcd refuses (a password, a
-permission, a value that is too large) raises ConfigError. Each call has a deadline.
+permission, a value that is too large) raises ConfigError, and one for which it has no room Overloaded. Each call has a
+deadline.
 """
 
 import asyncio
@@ -193,6 +194,8 @@ class EtcdConnection:
             reason = f"{error.status.name}: {error.message}"
             if error.status in _REFUSALS and _NEW_RIGHTS not in reason:
                 raise errors.ConfigError(f"etcd at {self.address} refuses: {reason}") from error
+            if error.status is grpclib.Status.RESOURCE_EXHAUSTED:  # its quota, or its queue
+                raise errors.Overloaded(f"etcd at {self.address} is full: {reason}") from error
             if error.status is grpclib.Status.OUT_OF_RANGE:  # between two pages
                 raise HistoryLost(reason) from error
             raise self._unavailable(reason) from error

@@ -270,6 +270,7 @@ def _first_error(group: BaseExceptionGroup[errors.DynamoError]) -> errors.Dynamo
     return error
 
 
+_OF_ONE_KEY = (errors.ConfigError, errors.Overloaded)  # what hinders no other key
 _REFRESHES_PER_TTL = 3
 _MOST_WRITING = 32  # keys at once, which etcd stores in one go
 
@@ -281,8 +282,8 @@ class EtcdLease:
     etcd slept for longer than its time to live, or etcd was restarted with nothing, is taken again *under the same id*,
     and the keys are put back: to others it is the same instance as before. The desired state of etcd is kept here and
     written anew with each connection, so nothing has to be known of what etcd lost; a watcher sees no change in a key
-    that is written as it was. A key that etcd refuses then is named and set aside, and the others go on. Methods that
-    call etcd raise Unavailable if it is away, ConfigError if it refuses.
+    that is written as it was. A key that etcd does not take then is named and set aside, and the others go on. Methods
+    that call etcd raise Unavailable if it is away, Overloaded if it has no room, ConfigError if it refuses.
     """
 
     def __init__(self, lease_id: int, ttl_s: int, time: clock.Clock) -> None:
@@ -290,9 +291,7 @@ class EtcdLease:
         self._id = lease_id
         self._ttl_s = ttl_s
         self._desired: dict[str, bytes | None] = {}  # None: to be removed
-        self._refused: set[str] = (
-            set()
-        )  # keys that etcd did not let us write, which `keep` tries again
+        self._refused: set[str] = set()  # keys that etcd did not take, which `keep` tries again
         self._revisions: dict[str, int] = {}  # of etcd, at which we wrote each key last
         self._refresh_at = math.inf  # then a refresh is due
         self._attaching = asyncio.Lock()
@@ -325,7 +324,7 @@ class EtcdLease:
             await self._write(etcd, key)
 
     async def attach(self, etcd: connection.EtcdConnection) -> None:
-        """Hold the lease, taken again if it was lost, with all keys of the desired state that etcd does not refuse."""
+        """Hold the lease, taken again if it was lost, with all keys of the desired state that etcd takes."""
         async with self._attaching, asyncio.TaskGroup() as group:
             if not self._is_over and not await self._refresh(etcd):
                 await self._take(etcd)
@@ -353,7 +352,7 @@ class EtcdLease:
             for key in list(self._desired):  # removals that are being written take theirs out
                 async with self._lock_of(key):
                     if self._desired.get(key) is not None:
-                        with contextlib.suppress(errors.ConfigError):  # one refused key of all
+                        with contextlib.suppress(*_OF_ONE_KEY):
                             await self._put(etcd, key, REMOVED)
             await etcd.revoke(self._id)
 
@@ -387,17 +386,19 @@ class EtcdLease:
                 await self._put(etcd, key, value)
             elif key in self._desired:
                 # others see by this value that the lease did not just end
-                await etcd.delete(key, after=await self._put(etcd, key, REMOVED))
-                del self._revisions[key]
+                with contextlib.suppress(errors.Overloaded):  # removals need no room
+                    await self._put(etcd, key, REMOVED)
+                await etcd.delete(key, after=self._revisions.get(key, 0))
+                self._revisions.pop(key, None)
                 if self._desired[key] is None:  # and not set again meanwhile
                     del self._desired[key]
 
     async def _write_or_set_aside(self, etcd: connection.EtcdConnection, key: str) -> None:
         try:
             await self._write(etcd, key)
-        except errors.ConfigError as error:
+        except _OF_ONE_KEY as error:
             if key not in self._refused:
-                log.warning("others do not see %r as it is here: %s; trying again", key, error)
+                log.warning("%r is not written: %s; trying again", key, error)
             self._refused.add(key)
         else:
             self._refused.discard(key)
