@@ -102,7 +102,7 @@ class Window:
 
 
 def move(target: Window, source: Window, pattern: Pattern, limit: TimeLimit) -> None:
-    """Copy all pieces of the pattern, whose remote pool is `source`. Raises TransferError at the time limit.
+    """Copy all pieces of the pattern, of which `source` is the remote pool. Raises TransferError at the time limit.
 
     Nothing is checked per piece: a plan has no block outside its pools, and no window is shorter than its pool.
     """
