@@ -136,23 +136,22 @@ class _ChatClient:
         sent_at, num_tokens = self._clock.now(), 0
         times: list[float] = []
         url = f"{self._url}/v1/chat/completions"
+        answer = http_client.open_response("POST", url, body, headers=self._headers)
         try:
-            async with (
-                self._clock.timeout(_REQUEST_S),
-                http_client.open_response("POST", url, body, headers=self._headers) as response,
-            ):
+            async with self._clock.timeout(_REQUEST_S), answer as response:
                 if response.status != 200:
                     refusal = client.read_refusal(await response.body.read())
                     raise errors.Unavailable(f"{response.status}: {refusal}")
                 async for line in response.body:
-                    if line.startswith(b"data: {"):
-                        if b'"error"' in line[:20]:
-                            raise errors.Unavailable(client.read_refusal(line[6:]))
-                        if b'"choices":[]' in line:
-                            usage = msgspec.json.decode(line[6:], type=_LastChunk).usage
-                            num_tokens = usage.completion_tokens if usage else 0
-                        elif not times or b'"delta":{}' not in line:  # which only ends it
-                            times.append(self._clock.now())
+                    if not line.startswith(b"data: {"):
+                        continue
+                    if b'"error"' in line[:20]:
+                        raise errors.Unavailable(client.read_refusal(line[6:]))
+                    if b'"choices":[]' in line:
+                        usage = msgspec.json.decode(line[6:], type=_LastChunk).usage
+                        num_tokens = usage.completion_tokens if usage else 0
+                    elif not times or b'"delta":{}' not in line:  # which only ends it
+                        times.append(self._clock.now())
         except TimeoutError:
             return Answered(sent_at, error=f"no answer within {_REQUEST_S:g} s")
         except OSError as error:

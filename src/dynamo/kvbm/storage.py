@@ -32,7 +32,7 @@ class Storage(Protocol):
 
     @property
     def tier(self) -> kv_events.Tier:
-        """The tier whose blocks it keeps: disk or remote."""
+        """The tier that it keeps: disk or remote."""
 
     @property
     def name(self) -> str:

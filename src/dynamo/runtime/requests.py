@@ -52,7 +52,7 @@ class Receiver(Protocol):
 
 
 class Stream(Protocol):
-    """The client's handle of a stream, whose items and end go to the `Receiver` that it was opened with."""
+    """The client's handle of a stream. Items and end go to the `Receiver` that it was opened with."""
 
     def cancel(self) -> None:
         """End the stream at both sides; the receiver is not called any more, not even `ended`. Idempotent."""

@@ -182,11 +182,7 @@ class PlanCluster:
         """Order changes of roles and starts, give up starts, and drain, until the pools have this many workers."""
         pools = (self._prefill, self._decode)
         for pool, number in zip(pools, withdrawals, strict=True):
-            for _ in range(number):
-                member = min(pool.starting, key=lambda m: m.ordered_at)
-                pool.starting.remove(member)
-                self._give_up(member)
-                self._record("withdrawn start", f"a {pool.role} worker was not ready in time")
+            self._withdraw_oldest(pool, number)
         self.num_scalings += sum(
             len(pool.ready) + len(pool.starting) != number
             for pool, number in zip(pools, target, strict=True)
@@ -197,20 +193,31 @@ class PlanCluster:
         for pool, number in zip(pools, target, strict=True):
             num_present = len(pool.ready) + len(pool.starting)
             for _ in range(number - num_present):
-                member = self._make(pool, ready_at=self.now + self._startup_s)
-                if self.num_hanging_starts:
-                    self.num_hanging_starts -= 1
-                    member.ready_at = math.inf
-                elif self.num_failing_starts:
-                    self.num_failing_starts -= 1
-                    member.is_failing = True
-                pool.starting.append(member)
-                self._push(member.ready_at, member)
+                self._begin_start(pool)
             for _ in range(num_present - number):
                 if pool.starting:
                     self._give_up(pool.starting.pop())
                 else:
                     self._drain(pool)
+
+    def _withdraw_oldest(self, pool: _Pool, number: int) -> None:
+        for _ in range(number):
+            member = min(pool.starting, key=lambda m: m.ordered_at)
+            pool.starting.remove(member)
+            self._give_up(member)
+            self._record("withdrawn start", f"a {pool.role} worker was not ready in time")
+
+    def _begin_start(self, pool: _Pool) -> None:
+        """Begin the start of a worker, which hangs or fails as long as such starts are due."""
+        member = self._make(pool, ready_at=self.now + self._startup_s)
+        if self.num_hanging_starts:
+            self.num_hanging_starts -= 1
+            member.ready_at = math.inf
+        elif self.num_failing_starts:
+            self.num_failing_starts -= 1
+            member.is_failing = True
+        pool.starting.append(member)
+        self._push(member.ready_at, member)
 
     def set_ready(self, target: observation.Replicas) -> None:
         """Change the pools at once, without start-up time: the oracle's search."""

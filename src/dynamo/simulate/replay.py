@@ -92,25 +92,12 @@ def run(
     paths = [Path(name) for name in settings.trace]
     rows, num_failed = [], 0
     if recorded.is_recorded(paths[0]):
-        if settings.trace_block_size != workload.TRACE_BLOCK_SIZE:
-            raise errors.ConfigError(
-                f"--trace-block-size {settings.trace_block_size}: has no effect on {paths[0]}, which names"
-                " its own"
-            )
-        traffic = recorded.read_traffic(paths, model=settings.model, limit=settings.limit)
+        traffic = _read_recorded(settings, paths)
         rows.append(summarise_record(traffic))
         num_failed = sum(request.error_type is not None for request in traffic.requests)
         trace = traffic.trace
     else:
-        if len(paths) > 1:
-            raise errors.ConfigError("--trace: expected one file in Mooncake's format")
-        if settings.model is not None:
-            raise errors.ConfigError(
-                f"--model {settings.model}: expected a frontend's trace, {paths[0]} names none"
-            )
-        trace = workload.read_trace(
-            paths[0], limit=settings.limit, block_size=settings.trace_block_size
-        )
+        trace = _read_mooncake(settings, paths)
     trace = recorded.scale_rate(trace, settings.speed)
     context = statistics.fmean(each.num_tokens + each.num_output / 2 for each in trace.arrivals)
     times = plan_policies.read_times(settings.profile, context)
@@ -144,6 +131,24 @@ def run(
     screen.write_json(settings.report_json, rows)
     if write is not None and settings.output is not None:
         sys.stdout.write(f"wrote {write(summaries, caption, Path(settings.output))}\n")
+
+
+def _read_recorded(settings: ReplayConfig, paths: Sequence[Path]) -> recorded.RecordedTraffic:
+    if settings.trace_block_size != workload.TRACE_BLOCK_SIZE:
+        raise errors.ConfigError(
+            f"--trace-block-size {settings.trace_block_size}: has no effect on {paths[0]}, which names its own"
+        )
+    return recorded.read_traffic(paths, model=settings.model, limit=settings.limit)
+
+
+def _read_mooncake(settings: ReplayConfig, paths: Sequence[Path]) -> workload.Trace:
+    if len(paths) > 1:
+        raise errors.ConfigError("--trace: expected one file in Mooncake's format")
+    if settings.model is not None:
+        raise errors.ConfigError(
+            f"--model {settings.model}: expected a frontend's trace, {paths[0]} names none"
+        )
+    return workload.read_trace(paths[0], limit=settings.limit, block_size=settings.trace_block_size)
 
 
 def summarise_record(traffic: recorded.RecordedTraffic) -> ReplayRow:

@@ -437,7 +437,7 @@ def layout(num_blocks: int, block_size: int) -> descriptors.Layout:
 
 
 class MockEmbedder:
-    """An `api.Embedder` whose vectors follow from the tokens alone, without a model."""
+    """An `api.Embedder` without a model: its vectors follow from the tokens alone."""
 
     def __init__(self, *, context_length: int, dimensions: int) -> None:
         self._facts = api.EmbedderFacts(

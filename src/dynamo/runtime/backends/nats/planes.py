@@ -167,7 +167,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class NatsTransport(asyncio.Transport):
-    """One side of a connection whose bytes are messages to the subject of the other side."""
+    """One side of a connection: its bytes are messages to the subject of the other side."""
 
     def __init__(
         self, network: "NatsNetwork", token: str, peer: str, protocol: asyncio.Protocol
@@ -428,7 +428,7 @@ _TOPIC = re.compile(r"[^\s*>/]+/[^\s*>/]+/[^\s*>/]+")
 
 
 class NatsEventPlane:
-    """An `EventPlane` whose topics are subjects of NATS. Events of a time without a server are lost."""
+    """An `EventPlane` over subjects of NATS. Events of a time without a server are lost."""
 
     def __init__(self, to_nats: connection.NatsConnection, instance_id: int) -> None:
         self._nats = to_nats
