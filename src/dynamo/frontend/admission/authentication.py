@@ -246,6 +246,11 @@ class ClientRights:
             return None
         return self._key_file.api_keys.authenticate(client.request.headers)
 
+    def key_name_of(self, client: exchange.Exchange) -> str | None:
+        """Return the name of the client's API key; None without keys. Raises Unauthenticated."""
+        api_key = self.api_key_of(client)
+        return None if api_key is None else api_key.entry.name
+
     def tenant_of(self, client: exchange.Exchange) -> str:
         """Return the tenant of the client's API key; "" without keys. Raises Unauthenticated."""
         api_key = self.api_key_of(client)
