@@ -15,14 +15,15 @@ The request trace has a row for each request that has ended, with all that is ne
 prompts or choices are left out, because a replay could not send them.
 
 The audit log has requests and responses word by word, of the requests with `store: true`, or of all if the operator
-forces it. Headers are not written, so no key is. A response is copied on its way to the client: as it is, or if it is a
-stream, the data of its events in order.
+forces it, with the name of the API key. Headers are not written, so no key is. A response is copied on its way to the
+client: as it is, or if it is a stream, the data of its events in order.
 
 A line of the log for each request is written at `debug`: DYN_LOG=info,dynamo.frontend.request_records=debug.
 """
 
 import asyncio
 import codecs
+import datetime
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from dynamo.protocols import blocks, generate, trace_context
 from dynamo.runtime.http import exchange
 
 WatchExchange = Callable[[exchange.Exchange], exchange.Exchange]
+FindKeyName = Callable[[exchange.Exchange], str | None]
 MAX_RESPONSE_BYTES = 16 * 2**20
 _DATA = b"data: "
 _END_OF_STREAM = b"[DONE]"
@@ -65,16 +67,21 @@ class AuditRow(msgspec.Struct, frozen=True):
     response: bytes
     is_stream: bool
     is_complete: bool
+    arrived_at: float  # seconds since 1970
+    key_name: str | None  # of the API key, where there are keys
 
 
 class AuditLog:
     """Records the exchanges of requests that allow it."""
 
-    def __init__(self, writer: row_writer.RowWriter[AuditRow], *, is_forced: bool) -> None:
+    def __init__(
+        self, writer: row_writer.RowWriter[AuditRow], clock: clocks.Clock, *, is_forced: bool
+    ) -> None:
         self._writer = writer
+        self._clock = clock
         self._is_forced = is_forced
 
-    def watch(self, caller: exchange.Exchange) -> exchange.Exchange:
+    def watch(self, find_key_name: FindKeyName, caller: exchange.Exchange) -> exchange.Exchange:
         """Return the exchange to answer instead of this one: one that records it, or the same."""
         try:
             fields = _decode_fields(caller.request.body.removeprefix(codecs.BOM_UTF8))
@@ -82,7 +89,8 @@ class AuditLog:
             fields = _RequestFields()  # it is refused, or has raw tensors behind its JSON
         if fields.store != _TRUE and not self._is_forced:
             return caller
-        return AuditedExchange(caller, fields, self._put)
+        origin = self._clock.wall(), find_key_name(caller)
+        return AuditedExchange(caller, fields, origin, self._put)
 
     def close(self) -> None:
         """Write the rows that wait. Blocks."""
@@ -102,6 +110,7 @@ class AuditedExchange(exchange.WrappedExchange):
         "_is_cut",
         "_num_bytes",
         "_on_end",
+        "_origin",
         "_request_id",
         "_status",
     )
@@ -110,10 +119,11 @@ class AuditedExchange(exchange.WrappedExchange):
         self,
         inner: exchange.Exchange,
         fields: _RequestFields,
+        origin: tuple[float, str | None],
         on_end: Callable[[AuditRow], None],
     ) -> None:
         super().__init__(inner)
-        self._fields = fields
+        self._fields, self._origin = fields, origin
         self._on_end = on_end
         self._chunks: list[bytes] = []
         self._num_bytes = 0
@@ -186,6 +196,7 @@ class AuditedExchange(exchange.WrappedExchange):
                 b"".join(self._chunks),
                 self._inner.is_streaming,
                 is_complete and not self._is_cut,
+                *self._origin,
             )
         )
 
@@ -204,7 +215,9 @@ def encode_row(row: AuditRow) -> bytes:
     return msgspec.json.encode(
         {
             "schema_version": 1,
+            "time": datetime.datetime.fromtimestamp(row.arrived_at, datetime.UTC),
             "request_id": row.request_id,
+            "key": row.key_name,
             "requested_streaming": row.fields.stream == _TRUE,
             "model": _compact(bytes(row.fields.model)),
             "path": row.request.path,
@@ -253,7 +266,7 @@ class RequestRecords:
         self._open_records: list[_Closable] = []
         self._observers: list[metrics.RequestObserver] = []
         self.enter_trace: tracing.StartSpan = tracing.forward_trace
-        self.watch: WatchExchange = lambda client: client
+        self._audit_log: AuditLog | None = None
         if is_log_enabled():
             self._observers.append(RequestLog())
         exporter = tracing.make_exporter(settings)
@@ -273,13 +286,18 @@ class RequestRecords:
             audit_writer = row_writer.RowWriter(
                 settings.audit_options, encode_row, dropped.labels("audit")
             )
-            audit_log = AuditLog(audit_writer, is_forced=settings.audit_force_logging)
-            self._open_records.append(audit_log)
-            self.watch = audit_log.watch
+            self._audit_log = AuditLog(audit_writer, clock, is_forced=settings.audit_force_logging)
+            self._open_records.append(self._audit_log)
 
     @property
     def observers(self) -> Sequence[metrics.RequestObserver]:
         return self._observers
+
+    def make_watch(self, find_key_name: FindKeyName) -> WatchExchange:
+        """Return what has exchanges recorded in the audit log; without one it changes nothing."""
+        if self._audit_log is None:
+            return lambda client: client
+        return functools.partial(self._audit_log.watch, find_key_name)
 
     async def close(self) -> None:
         """Write and send all rows and spans that wait."""

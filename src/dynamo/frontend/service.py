@@ -159,7 +159,7 @@ class Frontend:
                 metrics_registry, refuses=settings.unknown_parameters == "refuse"
             ),
             self._records.enter_trace,
-            self._records.watch,
+            self._records.make_watch(self._admission.rights.key_name_of),
             self._semantic,
             self._recorder.wants_explanation,
         )

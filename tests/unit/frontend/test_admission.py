@@ -275,6 +275,14 @@ async def test_changed_key_file_is_read_without_a_signal_also_with_an_earlier_ti
     assert (await keyed.ask(as_("sk-alice-2"))).status_code == 200
 
 
+async def test_removed_key_file_leaves_the_keys_and_is_said(keyed, caplog):
+    """Else it would seem that its keys are no longer valid."""
+    keyed.keys.unlink()
+    await until(lambda: "the keys stay as they were" in caplog.text)
+
+    assert (await keyed.ask(ALICE)).status_code == 200
+
+
 async def test_frontend_does_not_start_without_its_key_file(bare, tmp_path):
     with pytest.raises(errors.ConfigError, match=r"--api-keys-file .*keys\.toml"):
         await bare.start(api_keys_file=str(tmp_path / "keys.toml"))

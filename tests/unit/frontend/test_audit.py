@@ -1,5 +1,6 @@
 """The audit log has requests and responses of the clients that allow it, and no key."""
 
+import datetime
 import json
 
 import msgspec
@@ -42,6 +43,25 @@ async def test_row_has_request_and_whole_response(audited):
     assert row["request"] == body(store=True)
     assert row["response"] == answer.json()
     assert "secret-key" not in audited.path.read_text()
+
+
+async def test_row_says_when_and_with_which_key_it_was_asked(bare, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice-of-acme"\n')
+    bare.path = tmp_path / "audit.jsonl"
+    await bare.start(
+        audit_sinks=("jsonl",), audit_output_path=str(bare.path), api_keys_file=str(keys)
+    )
+    await bare.worker()
+    before = datetime.datetime.now(datetime.UTC)
+    headers = {"authorization": "Bearer sk-alice-of-acme"}
+    await bare.client.post(CHAT, json=body(store=True), headers=headers)
+    (row,) = await rows(bare)
+    asked_at = datetime.datetime.fromisoformat(row["time"])
+
+    assert row["key"] == "alice"
+    assert before <= asked_at <= datetime.datetime.now(datetime.UTC)
+    assert "sk-alice" not in bare.path.read_text()
 
 
 async def test_row_of_a_stream_has_its_events(audited):

@@ -52,6 +52,7 @@ class KeyFileWatcher:
         self._path = path
         self._clock = clock
         self._stamp: _FileStamp | None = None
+        self._num_missing = 0  # checks in a row that found no file
         self.check_now = asyncio.Event()
 
     def load(self) -> None:
@@ -83,9 +84,12 @@ class KeyFileWatcher:
 
     def _has_changed(self) -> bool:
         try:
-            return self._read_stamp() != self._stamp
-        except OSError:  # while it is being replaced
-            return False
+            stamp = self._read_stamp()
+        except OSError:  # once while it is being replaced; the second time it is said
+            self._num_missing += 1
+            return self._num_missing == 2
+        self._num_missing = 0
+        return stamp != self._stamp
 
     def _read_stamp(self) -> _FileStamp:
         status = self._path.stat()
@@ -245,6 +249,11 @@ class ClientRights:
         if self._key_file is None:
             return None
         return self._key_file.api_keys.authenticate(client.request.headers)
+
+    def key_name_of(self, client: exchange.Exchange) -> str | None:
+        """Return the name of the client's API key; None without keys. Raises Unauthenticated."""
+        api_key = self.api_key_of(client)
+        return None if api_key is None else api_key.entry.name
 
     def tenant_of(self, client: exchange.Exchange) -> str:
         """Return the tenant of the client's API key; "" without keys. Raises Unauthenticated."""

@@ -156,10 +156,8 @@ def _declare_batches(
         errors=READ_ERRORS,
     )
     def begin_batch(client: exchange.Exchange) -> lines.Batch:
-        api_key = rights.api_key_of(client)
-        key_name = None if api_key is None else api_key.entry.name
         asked, tenant = unknown.decode_here(client, decode), rights.tenant_of(client)
-        return batches.journal.add_batch(asked, tenant, key_name)
+        return batches.journal.add_batch(asked, tenant, rights.key_name_of(client))
 
     @api.get(BATCHES_PATH, "Batches, newest first", answer=lines.BatchPage, errors=(400, *_ERRORS))
     def list_batches(client: exchange.Exchange) -> lines.BatchPage:
