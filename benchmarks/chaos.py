@@ -192,9 +192,9 @@ async def _times(client: httpx.AsyncClient, question: str) -> list[float]:
 
 
 def _longest_pause(times: list[float], cut_at: float) -> float:
-    """From the cut on."""
+    """From the cut on, in seconds; 0 of a stream that had ended before it."""
     after = [cut_at, *(at for at in times if at > cut_at)]
-    return max(b - a for a, b in itertools.pairwise(after))
+    return max((b - a for a, b in itertools.pairwise(after)), default=0.0)
 
 
 def _spread(values: list[float]) -> str:
