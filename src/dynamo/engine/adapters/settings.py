@@ -176,7 +176,8 @@ class VllmConfig(tier_setup.TierConfig):
         if self.engine_args and not self.engine_args[0].startswith("-"):
             word = self.engine_args[0]
             raise errors.ConfigError(
-                f"unexpected argument: {word}; the model is given as --model, further names of it as --model-alias"
+                f"unexpected argument: {word}; a model is given as --model {word},"
+                f" and a further name of it as --model-alias {word}"
             )
         refuse_flags(self.engine_args, _IDLE_FLAGS)
         known = VLLM_FLAGS.read_text().split()
