@@ -57,9 +57,7 @@ def _far(texts: Iterable[str]) -> Iterator[str]:
         re.escape(term.removeprefix("a ").removeprefix("an ").removeprefix("the "))
         for term in TERMS
     )
-    answered = re.compile(
-        rf"{ANSWERED.pattern}|\b({terms})\b".replace(r"\ ", "\\ "), ANSWERED.flags
-    )
+    answered = re.compile(rf"{ANSWERED.pattern}|\b({terms})\b", ANSWERED.flags)
     return (text for text in texts if len(text) <= LONGEST and not answered.search(text))
 
 

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from training.storyteller import far_questions
 from training.storyteller.grammar import (
     facts,
     refusals,
@@ -17,6 +18,7 @@ from training.storyteller.grammar import (
 )
 from training.storyteller.grammar.conversation import draw_conversation
 from training.storyteller.grammar.dice import Dice, is_held_out
+from training.storyteller.grammar.messages import Conversation, Message, exchange
 from training.storyteller.render import render
 
 UNFILLED = re.compile(r"\{[A-Za-z_]+\}")
@@ -162,3 +164,23 @@ def test_sentence_of_a_tool_is_said_again():
 
     assert len(in_words) > 20
     assert all(messages[3].content == messages[2].content for messages in in_words)
+
+
+def test_far_questions_are_refused_and_leave_the_conversations_whole():
+    said = (Message("system", "Be kind."), *exchange("Say hi", "Hi!"))
+    calling = Conversation(said, tools=({"name": "look"},))
+    drawn = [Conversation(said), calling] * 50
+
+    made = list(far_questions.add_far_questions(drawn, ["Where is my card?"], "test"))
+    texts = [tuple(message.content for message in each.messages) for each in made]
+    asked = [each for each in made if any(m.content == "Where is my card?" for m in each.messages)]
+
+    assert len(asked) > 20
+    assert all(refusals.is_refusal(_answer_to("Where is my card?", each)) for each in asked)
+    assert [each for each in made if each.tools] == [calling] * 50
+    assert all(each[0] == "Be kind." for each in texts if "Be kind." in each)
+
+
+def _answer_to(question, conversation):
+    contents = [message.content for message in conversation.messages]
+    return contents[contents.index(question) + 1]
