@@ -19,15 +19,18 @@ class ChangedFiles:
         return self.latest
 
 
-async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refusal(monkeypatch):
+def make_publisher(monkeypatch, discovery):
+    """Return the files of a token, and a plane that follows them closely."""
     monkeypatch.setattr(membership, "CHECK_S", 0.01)
-    registry = memory.MemoryRegistry()
-    discovery, files = (
-        memory.MemoryDiscovery(registry),
-        ChangedFiles(membership.Credentials(token=OLD)),
-    )
+    files = ChangedFiles(membership.Credentials(token=OLD))
     credentials = membership.Credentials(token=OLD, files=files)
-    publisher = zmq.ZmqEventPlane(discovery, 2, credentials=credentials)
+    return files, zmq.ZmqEventPlane(discovery, 2, credentials=credentials)
+
+
+async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refusal(monkeypatch):
+    registry = memory.MemoryRegistry()
+    discovery = memory.MemoryDiscovery(registry)
+    files, publisher = make_publisher(monkeypatch, discovery)
     await publisher.advertise("n/c/e")
     before, put = registry.view.get_prefix(""), discovery.put
     refusals = [errors.ConfigError("no space left on device")]
@@ -46,12 +49,8 @@ async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refu
 async def test_topic_that_is_advertised_while_addresses_change_keeps_no_token_from_being_followed(
     monkeypatch,
 ):
-    monkeypatch.setattr(membership, "CHECK_S", 0.01)
     discovery = memory.MemoryDiscovery(memory.MemoryRegistry())
-    files = ChangedFiles(membership.Credentials(token=OLD))
-    publisher = zmq.ZmqEventPlane(
-        discovery, 2, credentials=membership.Credentials(token=OLD, files=files)
-    )
+    files, publisher = make_publisher(monkeypatch, discovery)
     await publisher.advertise("n/c/first")
     put, is_waiting, goes_on = discovery.put, asyncio.Event(), asyncio.Event()
 
@@ -80,12 +79,8 @@ async def test_topic_that_is_advertised_while_addresses_change_keeps_no_token_fr
 async def test_plane_that_ends_while_a_new_address_is_published_closes_the_former_socket(
     monkeypatch,
 ):
-    monkeypatch.setattr(membership, "CHECK_S", 0.01)
     discovery = memory.MemoryDiscovery(memory.MemoryRegistry())
-    files = ChangedFiles(membership.Credentials(token=OLD))
-    publisher = zmq.ZmqEventPlane(
-        discovery, 2, credentials=membership.Credentials(token=OLD, files=files)
-    )
+    files, publisher = make_publisher(monkeypatch, discovery)
     await publisher.advertise("n/c/e")
     former, is_waiting = publisher._publisher, asyncio.Event()
 
