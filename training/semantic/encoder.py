@@ -26,10 +26,12 @@ from dynamo.worker import classifier_set
 from training.semantic import entities, requests, texts, train
 
 SEED = 20
-RANK, ALPHA = 16, 32
+RANK, SCALE = 16, 2  # of the adapters; what their product is multiplied by (PEFT's alpha / rank)
 TARGETS = ("query", "key", "value", "dense")
 FIRST_LAYER = 1  # with adapters: below it nothing has to be differentiated
 NAME_LABELS = ("O", "B-PERSON", "I-PERSON", "B-STREET_ADDRESS", "I-STREET_ADDRESS")
+ATTACK_LABELS = ("benign", "jailbreak", "application")  # in the order of `attacks.KINDS`
+ATTACK = attacks.KINDS.index("attack")
 SIZES = (64, 128, 128, 192)  # tokens of a window of a long text, drawn for each batch
 BATCH_TOKENS = 1536
 TASKS = ("domain", "attack", "names")
@@ -37,6 +39,7 @@ LORA_RATE, HEAD_RATE = 1e-3, 3e-3
 NUM_UNMARKED = 1500  # exam questions without marks, and as many harmless requests
 UNMARKED_WEIGHT = 0.15  # of a token in a text without marks: it may be a name
 FALSE_ALARMS = 0.02  # of the harmless texts that are kept back
+SHORT_SOURCES = ("mmlu", "clinc150", "banking77", "gsm8k")  # too easy to set a threshold by
 TERM_FRAMES, PLAIN_COPIES = 2, 6
 FRAMED_SHARE = 0.5  # of the requests from frames and around programs
 CHECKPOINT_S = 300.0  # CPU-seconds between two writes of the state
@@ -46,55 +49,58 @@ LEFT_OUT = (*train.LEFT_OUT, "bipia-clean")  # documents of which some hide an i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """A way to train; what ships is the mean of both (`encoder_mean`)."""
+    """A way to train; `further` goes on from the mean of the first two (`encoder_mean`)."""
 
     shares: Sequence[float]  # of the batches, by task
-    most_hidden: Sequence[
-        float
-    ]  # of the tokens of a text, by task: the share is drawn from 0 to this
+    # Of the tokens of a text, by task: the share is drawn from 0 to this.
+    most_hidden: Sequence[float]
     cpu_seconds: float
+    rate: float = 1.0
+    seed: int = SEED
 
 
 RECIPES = {
     "whole": Recipe((0.42, 0.3, 0.28), (0.0, 0.0, 0.0), 2700.0),
     "hidden": Recipe((0.5, 0.32, 0.18), (0.15, 0.15, 0.4), 5000.0),
+    "further": Recipe((0.45, 0.37, 0.18), (0.15, 0.15, 0.3), 5200.0, rate=0.5, seed=21),
 }
 
 
 class LoraLinear(torch.nn.Module):
     """A frozen projection with a trained one of low rank beside it, as PEFT computes it."""
 
-    def __init__(self, base: torch.nn.Linear) -> None:
+    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base
-        self.lora_A = torch.nn.Linear(base.in_features, RANK, bias=False)
-        self.lora_B = torch.nn.Linear(RANK, base.out_features, bias=False)
+        self.lora_A = torch.nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = torch.nn.Linear(rank, base.out_features, bias=False)
         torch.nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of x."""
         change: torch.Tensor = self.lora_B(self.lora_A(x))
         base: torch.Tensor = self.base(x)
-        return base + change * (ALPHA / RANK)
+        return base + change * SCALE
 
 
 class ExactModel(torch.nn.Module):
     """The encoder with its adapters and three heads."""
 
-    def __init__(self, base: Path, classes: Sequence[str]) -> None:
+    def __init__(self, base: Path, classes: Sequence[str], rank: int = RANK) -> None:
         super().__init__()
+        self.rank = rank
         self.encoder = transformers.BertModel.from_pretrained(base, add_pooling_layer=False)
         self.encoder.requires_grad_(False)
         for name, module in list(self.encoder.named_modules()):
             parent_name, _, last = name.rpartition(".")
             is_adapted = isinstance(module, torch.nn.Linear) and last in TARGETS
             if is_adapted and int(name.split(".")[2]) >= FIRST_LAYER:
-                setattr(self.encoder.get_submodule(parent_name), last, LoraLinear(module))
+                setattr(self.encoder.get_submodule(parent_name), last, LoraLinear(module, rank))
         width = self.encoder.config.hidden_size
         self.heads = torch.nn.ModuleDict(
             {
                 "domain": torch.nn.Linear(width, len(classes)),
-                "attack": torch.nn.Linear(width, 2),
+                "attack": torch.nn.Linear(width, len(attacks.KINDS)),
                 "names": torch.nn.Linear(width, len(NAME_LABELS)),
             }
         )
@@ -153,9 +159,9 @@ class Samples:
         framed = requests.make_requests(known)
         rows = [*known, *draw.sample(framed, int(len(framed) * FRAMED_SHARE))]
         for row, ids in zip(rows, self._ids([row["text"][:20_000] for row in rows]), strict=True):
-            is_attack = row["label"] != "benign"
-            for _ in range(1 + is_attack):
-                yield ids, int(is_attack), 1.0
+            kind = attacks.KINDS.index(train.KIND_BY_LABEL[row["label"]])
+            for _ in range(2 if kind == ATTACK else 1):
+                yield ids, kind, 1.0
 
     def _read_names(self, source: Path, draw: random.Random) -> Iterator[Sample]:
         lists, marked = entities.read_shipped_lists(), texts.read(source, "pii_train")
@@ -262,6 +268,20 @@ def label_tokens(offsets: Sequence[tuple[int, int]], spans: entities.Spans) -> l
     return labels
 
 
+def load_start(base: Path, classes: Sequence[str], start: Path | None) -> ExactModel:
+    """Return a model to train: a new one, or the adapters and heads of a directory on the base."""
+    if start is None:
+        return ExactModel(base, classes)
+    model = ExactModel(base, classes, json.loads((start / "adapter_config.json").read_bytes())["r"])
+    adapters = safetensors.torch.load_file(start / "adapter_model.safetensors")
+    heads = safetensors.torch.load_file(start / "heads.safetensors")
+    state = {f"encoder.{name.split('.', 2)[2]}": value.float() for name, value in adapters.items()}
+    state |= {f"heads.{name}": value.float() for name, value in heads.items()}
+    if unknown := model.load_state_dict(state, strict=False).unexpected_keys:
+        raise SystemExit(f"{start}: expected adapters and heads of this model, not {unknown[0]}")
+    return model
+
+
 def measure_loss(model: ExactModel, task: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the loss of a batch."""
     ids, mask, labels, weights = parts
@@ -282,19 +302,20 @@ def main() -> None:
         "--state", type=Path, required=True, help="file to resume from and write to"
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="wall time of this piece")
+    parser.add_argument("--start", type=Path, help="directory of adapters and heads to begin with")
     parser.add_argument("--recipe", choices=RECIPES, default="hidden")
     parser.add_argument("--budget", type=float, help="CPU-seconds of all pieces (the recipe's)")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     recipe = RECIPES[arguments.recipe]
     arguments.budget = arguments.budget or recipe.cpu_seconds
-    torch.manual_seed(SEED)
+    torch.manual_seed(recipe.seed)
     torch.set_num_threads(1)
     classes = sorted({row["category"] for row in texts.read(arguments.texts, "domain_train")})
     tokenizer = tokenizers.Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    model = ExactModel(arguments.base, classes)
+    model = load_start(arguments.base, classes, arguments.start)
     is_done = _train(model, Samples(arguments.texts, tokenizer, classes), arguments, recipe)
     if is_done:
         calibrate(model, tokenizer, arguments.texts)
@@ -308,8 +329,8 @@ def _train(
     """Train until the piece or the budget ends; return whether the budget ended."""
     lora = [p for n, p in model.named_parameters() if "lora_" in n]
     groups = [
-        {"params": lora, "base": LORA_RATE},
-        {"params": list(model.heads.parameters()), "base": HEAD_RATE},
+        {"params": lora, "base": LORA_RATE * recipe.rate},
+        {"params": list(model.heads.parameters()), "base": HEAD_RATE * recipe.rate},
     ]
     optimiser = torch.optim.AdamW(groups, lr=LORA_RATE, weight_decay=0.01)
     used, step, saved = 0.0, 0, 0.0
@@ -319,7 +340,7 @@ def _train(
         optimiser.load_state_dict(state["optimiser"])
         used, step = state["used"], state["step"]
         saved = used
-    draw = random.Random(SEED * 1000 + step)
+    draw = random.Random(recipe.seed * 1000 + step)
     end = time.monotonic() + arguments.minutes * 60
     losses: dict[str, list[float]] = {task: [] for task in TASKS}
     start = time.process_time()
@@ -364,7 +385,7 @@ def calibrate(model: ExactModel, tokenizer: tokenizers.Tokenizer, source: Path) 
     rows = [
         row
         for row in attack_rows(source)
-        if is_kept_back(row) and row["source"] not in train.SHORT_SOURCES
+        if is_kept_back(row) and row["source"] not in SHORT_SOURCES
     ]
     margins = []
     model.eval()
@@ -376,9 +397,11 @@ def calibrate(model: ExactModel, tokenizer: tokenizers.Tokenizer, source: Path) 
             windows = classifier_set.cut_windows(min(len(inner), 2048), size, overlap)
             batch = torch.tensor([[*cls, *inner[start:end], *sep] for start, end in windows])
             scores = model(batch, torch.ones_like(batch), "attack")
-            margins.append((scores[:, 1] - scores[:, 0]).max().item())
+            attack = scores[:, ATTACK].clone()
+            scores[:, ATTACK] = -torch.inf
+            margins.append((attack - scores.logsumexp(1)).max().item())
     offset = float(np.quantile(margins, 1 - FALSE_ALARMS)) - attacks.USUAL_MARGIN
-    model.heads["attack"].bias.data[1] -= offset
+    model.heads["attack"].bias.data[ATTACK] -= offset
     print(f"offset {offset:.2f} from {len(rows)} harmless texts")
 
 
@@ -394,8 +417,8 @@ def write(model: ExactModel, classes: Sequence[str], out: Path) -> None:
     fields = {
         "peft_type": "LORA",
         "task_type": "FEATURE_EXTRACTION",
-        "r": RANK,
-        "lora_alpha": ALPHA,
+        "r": model.rank,
+        "lora_alpha": model.rank * SCALE,
         "target_modules": list(TARGETS),
         "layers_to_transform": list(range(FIRST_LAYER, 6)),
         "bias": "none",
@@ -404,7 +427,7 @@ def write(model: ExactModel, classes: Sequence[str], out: Path) -> None:
     (out / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
     heads = {name: value.half() for name, value in model.heads.state_dict().items()}
     safetensors.torch.save_file(heads, out / "heads.safetensors")
-    labels = {"domain": list(classes), "attack": ["benign", "jailbreak"], "names": NAME_LABELS}
+    labels = {"domain": list(classes), "attack": ATTACK_LABELS, "names": NAME_LABELS}
     (out / "heads.json").write_text(json.dumps(labels, indent=2) + "\n")
 
 

@@ -19,7 +19,7 @@ from training.semantic import texts
 
 SEED = 20
 NUM_ATTACKS, NUM_HARMLESS, NUM_PROGRAMS, NUM_SPRINKLED = 1200, 3300, 1100, 5000
-NUM_APPLICATIONS, NUM_SPELLED = 2200, 600
+NUM_APPLICATIONS, NUM_SPELLED, NUM_EVERYDAY = 2200, 600, 1200
 NUM_TYPICAL = 500  # words that attacks have and harmless texts have not
 _FRAMES = Path(__file__).with_name("request_frames.txt")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -64,7 +64,7 @@ def make_requests(known: Sequence[texts.Row]) -> list[texts.Row]:
     draw = random.Random(SEED)
     framed = [*_from_frames(draw)]
     rows = [*framed, *_from_programs(draw), *_sprinkled([*known, *framed], draw)]
-    rows += [*_of_applications(draw), *_spelled(known, draw)]
+    rows += [*_of_applications(draw), *_spelled(known, draw), *_everyday(draw)]
     return [{"source": row["family"], "cluster": row["text"], **row} for row in rows]
 
 
@@ -159,6 +159,14 @@ def _spelled(known: Sequence[texts.Row], draw: random.Random) -> Iterator[texts.
     for number in range(NUM_SPELLED):
         spell = SPELLINGS[number % len(SPELLINGS)]
         yield {"text": spell(draw.choice(harmless)), "label": "benign", "family": "spelled"}
+
+
+def _everyday(draw: random.Random) -> Iterator[texts.Row]:
+    """Yield short orders as people give them: an order alone is no attack."""
+    lists, frames = read_frames(_FRAMES, ("everyday",))
+    for count in range(NUM_EVERYDAY):
+        text = fill(frames["everyday"][count % len(frames["everyday"])], lists, draw)
+        yield {"text": text[:1].upper() + text[1:], "label": "benign", "family": "everyday"}
 
 
 def typical_words(known: Sequence[texts.Row]) -> list[str]:
