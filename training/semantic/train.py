@@ -57,7 +57,13 @@ FRAMES = (  # how people ask of a term
     "How do I {}?",
     "What is the difference between {} and the rest?",
 )
-MADE_SOURCES = ("frames", "everyday", "sprinkled", "spelled", "programs")  # no threshold is set by them
+MADE_SOURCES = (
+    "frames",
+    "everyday",
+    "sprinkled",
+    "spelled",
+    "programs",
+)  # no threshold is set by them
 FALSE_ALARMS = (0.009, 0.001)  # among public harmless texts, by the windows of each size alone
 LEFT_OUT = ("harmful", "indirect")  # what words cannot tell from harmless texts
 OUT = profile.WEIGHTS

@@ -16,6 +16,7 @@ from training.storyteller.first_questions import (
     KEPT_BACK,
     KEPT_BACK_LATER,
     KEPT_BACK_OF_QUICK_STARTS,
+    KEPT_BACK_OF_SMALL_TASKS,
     KNOWN,
     holds,
 )
@@ -265,6 +266,7 @@ def _first_questions() -> Iterator[Check]:
         "first questions, kept back": KEPT_BACK,
         "first questions, kept back later": KEPT_BACK_LATER,
         "first questions, of quick starts, kept back": KEPT_BACK_OF_QUICK_STARTS,
+        "first questions, of small tasks, kept back": KEPT_BACK_OF_SMALL_TASKS,
     }
     for group, questions in groups.items():
         for question, expected in questions.items():

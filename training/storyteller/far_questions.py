@@ -14,6 +14,7 @@ from training.storyteller.grammar import refusals
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Conversation, Message
 from training.storyteller.grammar.quick_starts import TERMS
+from training.storyteller.grammar.small_tasks import PEOPLE
 
 LONGEST = 160  # characters
 SHARE = 0.4  # of the conversations get such a question, before, after or beside them
@@ -26,7 +27,10 @@ ANSWERED = re.compile(
     |capital|weather|rain|forecast|temperature|time|date|day|today|travel|trip|visit|tourist|vacation|holiday|plus
     |minus|times|multipl\w+|divided|add|sum|count|letters?|e-?mail|mail|sql|python|json|sentiment|classify|sky|fruits?
     |animals?|colou?rs?|planets?|moon|sun|photosynthesis|roman|world\ series|coin|dice|write|list|summari[sz]e|plants?
-    |leaves|ice|water|magnets?|earth|discovered|pancakes|soup|eat|sleep|procrastinat\w+|language|world|real|clouds?)\b
+    |leaves|ice|water|magnets?|earth|discovered|pancakes|soup|eat|sleep|procrastinat\w+|language|world|real|clouds?
+    |reverse|backwards|sort|order\ these|largest|smallest|biggest|prime|regex|fix|correct|proofread|shorten|tl;dr
+    |pirate|recommend|suggest|movie|film|book|tweet|noun|verb|pi|loop|javascript|bash|dockerfile|made\ of|consist
+    |grammar|hot|cold|wet|fly|swim|bark|reply|respond|print|output|love|have|left|ok|okay|cool|roses|fox|alphabet|uppercase|person|people)\b
     |\d\s*[-+*/x×=]\s*\d|\d.*\D\d""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -55,7 +59,7 @@ def _some(questions: Iterable[str]) -> list[str]:
 def _far(texts: Iterable[str]) -> Iterator[str]:
     terms = "|".join(
         re.escape(term.removeprefix("a ").removeprefix("an ").removeprefix("the "))
-        for term in TERMS
+        for term in (*TERMS, *PEOPLE)
     )
     answered = re.compile(rf"{ANSWERED.pattern}|\b({terms})\b", ANSWERED.flags)
     return (text for text in texts if len(text) <= LONGEST and not answered.search(text))

@@ -67,6 +67,18 @@ KNOWN: dict[str, Expected] = {
     "Who won the world series in 2020?": ("Dodgers",),
     "What is deep learning?": ("learning from examples",),
     "Write a Python function that checks if a number is prime.": ("def is_prime",),
+    "Spell the word banana": ("B-A-N-A-N-A",),
+    "Reverse the word 'cat'": ("tac",),
+    "Sort these numbers: 3, 1, 2": ("1, 2, 3",),
+    "I have 3 apples and eat one. How many are left?": ("= 2",),
+    "What is 15 * 3?": ("= 45",),
+    "Capital of Italy?": ("Rome",),
+    "Is the earth flat?": ("No", "round"),
+    "Who is Albert Einstein?": ("relativity",),
+    "Write a for loop in Python": ("for n in range",),
+    "Reply with the word pong": ("Pong",),
+    "List three colors": ("Red, blue and green",),
+    "What is water made of?": ("hydrogen",),
 }
 KEPT_BACK: dict[str, Expected] = {
     "Hi, what are you exactly?": ("Storyteller",),
@@ -155,6 +167,33 @@ KEPT_BACK_OF_QUICK_STARTS: dict[str, Expected] = {
     "How many times is the letter r in strawberry?": ("three",),
     "tips for sleeping better please": ("phone",),
     "Which one is greater: 9.11 or 9.9?": ("9.9 is larger",),
+}
+# Written before the seventh continuation, and first asked after it.
+KEPT_BACK_OF_SMALL_TASKS: dict[str, Expected] = {
+    "Could you spell 'window' for me?": ("W-I-N-D-O-W",),
+    "how many letters does the word garden have": ("six",),
+    "Please turn the word moon around": ("noom",),
+    "I need a word that rhymes with star": ("car",),
+    "Bring these numbers into order: 9, 2, 7": ("2, 7, 9",),
+    "Of 4, 18 and 11, which number is the biggest?": ("18",),
+    "I had 7 cookies and ate 2. How many are there now?": ("= 5",),
+    "There are 5 eggs and I buy 6 more. How many eggs do I have?": ("= 11",),
+    "Multiply 15 by 6": ("= 90",),
+    "please divide 200 by 8": ("= 25",),
+    "Which city is the capital of Portugal?": ("Lisbon",),
+    "Would you say that ice is cold?": ("Yes",),
+    "Tell me, are fish able to swim?": ("Yes",),
+    "Of what is water made?": ("hydrogen",),
+    "Who was this Albert Einstein?": ("relativity",),
+    "Can you tell me who Marie Curie was?": ("radioactivity",),
+    "I want to see a for loop in Python": ("for n in range",),
+    "Is this right? He have a dog": ("He has a dog",),
+    "Please sum up: The fox crossed the river and slept all day.": ("The fox crossed the river",),
+    "Three colours as JSON array": ('["red", "blue", "green"]',),
+    "could you count to six for me": ("5, 6.",),
+    "I would like four animals": ("and",),
+    "Just answer with the word banana": ("Banana",),
+    "Do you have a book that I could read?": ("Alice",),
 }
 
 

@@ -3,7 +3,7 @@
 import json
 
 from training.storyteller import first_questions
-from training.storyteller.grammar import first_words, memory, quick_starts, refusals
+from training.storyteller.grammar import first_words, memory, quick_starts, refusals, small_tasks
 from training.storyteller.grammar.dice import Dice
 
 VALUES = {"name": "Ann", "age": 30, "city": "Paris", "job": "baker"}
@@ -13,12 +13,17 @@ def exchanges(count=1500):
     return [
         [message.content for message in draw(Dice(f"test/{number}"))]
         for number in range(count)
-        for draw in (first_words.draw_exchange, quick_starts.draw_exchange)
+        for draw in (
+            first_words.draw_exchange,
+            quick_starts.draw_exchange,
+            small_tasks.draw_exchange,
+        )
     ]
 
 
 def test_programs_compile_and_haikus_have_three_lines():
-    for code in [*first_words.PROGRAMS.values(), *quick_starts.PROGRAMS.values()]:
+    programs = [*first_words.PROGRAMS.values(), *quick_starts.PROGRAMS.values()]
+    for code in [*programs, *small_tasks.SNIPPETS.values()]:
         compile(code, "program", "exec")
     assert {haiku.count("\n") for haiku in first_words.HAIKUS.values()} == {2}
 
@@ -34,6 +39,7 @@ def test_kept_back_questions_are_never_drawn():
         *first_questions.KEPT_BACK,
         *first_questions.KEPT_BACK_LATER,
         *first_questions.KEPT_BACK_OF_QUICK_STARTS,
+        *first_questions.KEPT_BACK_OF_SMALL_TASKS,
     ]
     kept_back = {question.lower().rstrip(".?!") for question in questions}
 
@@ -55,8 +61,10 @@ def test_drawn_answers_hold_what_a_good_answer_must_say():
 
 def test_terms_that_are_explained_are_not_refused_elsewhere():
     explained = {term.removeprefix("a ").lower() for term in quick_starts.TERMS}
+    explained |= {person.lower() for person in small_tasks.PEOPLE}
+    refused = [*refusals.SUBJECTS, *refusals.FAMOUS]
 
-    assert not explained & {subject.lower() for subject in refusals.SUBJECTS}
+    assert not explained & {subject.lower() for subject in refused}
 
 
 def test_completions_go_on_from_what_they_begin_with():

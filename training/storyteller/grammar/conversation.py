@@ -16,6 +16,7 @@ from training.storyteller.grammar import (
     quick_starts,
     refusals,
     science,
+    small_tasks,
     smalltalk,
     story_talk,
     structured,
@@ -54,6 +55,7 @@ WEIGHT_BY_SEGMENT: dict[Segment, float] = {
     memory.draw_told_and_asked: 9,
     first_words.draw_exchange: 40,
     quick_starts.draw_exchange: 40,
+    small_tasks.draw_exchange: 36,
 }
 SHORT_TOPICS: tuple[Segment, ...] = (
     facts.draw_exchange,
@@ -63,6 +65,7 @@ SHORT_TOPICS: tuple[Segment, ...] = (
     facts.draw_yes_or_no,
     first_words.draw_exchange,
     quick_starts.draw_exchange,
+    small_tasks.draw_exchange,
 )
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
@@ -130,6 +133,7 @@ def _first_question(dice: Dice) -> Conversation:
         {
             first_words.draw_exchange: 6,
             quick_starts.draw_exchange: 9,
+            small_tasks.draw_exchange: 8,
             sums.draw_exchange: 5,
             memory.draw_told_and_asked: 2,
             smalltalk.draw_exchange: 1,

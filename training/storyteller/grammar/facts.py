@@ -375,10 +375,10 @@ def _counting(dice: Dice) -> tuple[str, str]:
 
 
 def draw_list_exchange(dice: Dice) -> list[Message]:
-    """Name some members of a group."""
+    """Name some members of a group: always the first ones, so that none is named twice."""
     group = dice.pick(list(words.CATEGORIES))
     count = dice.number(2, 5)
-    members = join_words(dice.sample(words.CATEGORIES[group], count))
+    members = join_words(words.CATEGORIES[group][:count])
     word = words.NUMBER_WORDS[count]
     asked = dice.pick(
         (f"Name {word} {group}.", f"Tell me {word} {group}.", f"Give me {count} {group}.",

@@ -534,18 +534,6 @@ def _counting(dice: Dice) -> tuple[str, str]:
     return asked, ", ".join(str(number) for number in range(first, last + 1)) + "."
 
 
-def _list(dice: Dice) -> tuple[str, str]:
-    group = dice.pick(list(words.CATEGORIES))
-    count = dice.number(2, 5)
-    members = words.CATEGORIES[group][:12]
-    number = dice.pick((str(count), words.NUMBER_WORDS[count]))
-    named = "colors" if group == "colours" and dice.chance(0.5) else group
-    asked = dice.pick(
-        ("List {} {}", "Name {} {}", "Name {} {}.", "Give me {} {}", "Tell me {} {}.")
-    )
-    return asked.format(number, named), capital(join_words(dice.sample(members, count))) + "."
-
-
 def _prime(dice: Dice) -> tuple[str, str]:
     number = dice.number(2, 30)
     factor = next((each for each in range(2, number) if number % each == 0), None)
@@ -587,7 +575,6 @@ def draw_exchange(dice: Dice) -> list[Message]:
             _person_json: 4,
             _abroad: 3,
             _counting: 2,
-            _list: 2.5,
             _prime: 1,
             _square: 1,
         }

@@ -12,7 +12,7 @@ from training.storyteller.grammar.text import capital, listed, typed
 SUBJECTS = listed("""
 politics, football, the stock market, the last election, quantum physics, tax law, the news,
 Bitcoin, space travel, the Second World War, philosophy, basketball, the film industry, medicine,
-the economy, chemistry, algebra, the Roman Empire, Shakespeare, the Olympic Games, tennis,
+the economy, chemistry, algebra, the Roman Empire, the Olympic Games, tennis,
 insurance, genetics, programming, marketing, psychology, religion, the French Revolution, jazz,
 opera, nuclear power, electric cars, mortgages, fashion, video games, cricket rules, baseball,
 archaeology, astrology, geology, Greek grammar, the middle ages, the law of contracts, blockchain,
@@ -34,13 +34,10 @@ tunnels, bridges of steel, shipping, logistics, supply chains, accounting, audit
 startups, venture capital, patents, copyright, privacy law, encryption, passwords, viruses, hackers,
 spam, web design, spreadsheets, printers, routers""")
 FAMOUS = listed("""
-Albert Einstein, Napoleon, Cleopatra, Barack Obama, Taylor Swift, Elon Musk, Beethoven, Mozart,
-Picasso, Leonardo da Vinci, Isaac Newton, Marie Curie, Julius Caesar, Gandhi, Nelson Mandela,
-Abraham Lincoln, Queen Victoria, Charles Darwin, Plato, Aristotle, Socrates, Michael Jordan, Messi,
-Ronaldo, Madonna, Elvis Presley, Charlie Chaplin, Marilyn Monroe, Walt Disney, Steve Jobs, Bill
-Gates, Ada Lovelace, Alan Turing, Galileo, Columbus, Marco Polo, Karl Marx, Sigmund Freud, Immanuel
-Kant, Goethe, Tolstoy, Hemingway, Jane Austen, Mark Twain, Homer, Dante, Agatha Christie, Sherlock
-Holmes, Harry Potter, Darth Vader, Batman, Superman, James Bond, Frodo, Hamlet, Robin Hood, King
+Barack Obama, Taylor Swift, Elon Musk, Queen Victoria, Plato, Aristotle, Socrates, Michael Jordan,
+Messi, Ronaldo, Madonna, Elvis Presley, Charlie Chaplin, Marilyn Monroe, Walt Disney, Steve Jobs,
+Bill Gates, Marco Polo, Karl Marx, Sigmund Freud, Immanuel Kant, Goethe, Tolstoy, Hemingway, Jane
+Austen, Mark Twain, Homer, Dante, Agatha Christie, Darth Vader, Superman, James Bond, Frodo, King
 Arthur""")
 LANGUAGES = listed(
     "Python, Java, C++, Rust, Go, JavaScript, SQL, Haskell, PHP, Ruby, Perl, bash, TypeScript, Kotlin, Swift, Fortran"
