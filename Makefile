@@ -196,12 +196,15 @@ train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (T
 	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS)) $(if $(NAMES),--names $(NAMES))
 	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
 
-train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile twice, and take the mean (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; two hours of one core)
-	@mkdir -p run && for recipe in whole hidden; do \
+train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; four hours of one core)
+	@mkdir -p run && for recipe in whole hidden further; do \
 	  $(BIN)/python -m training.semantic.encoder --recipe $$recipe --base $(BASE) --minutes 1000 \
+	    $$(test $$recipe = further && echo --start run/semantic-encoder-mean) \
 	    --state run/semantic-encoder-$$recipe.pt --out run/semantic-encoder-$$recipe $(if $(TEXTS),--texts $(TEXTS)) || exit 1; \
+	  test $$recipe != hidden || $(BIN)/python -m training.semantic.encoder_mean \
+	    run/semantic-encoder-whole run/semantic-encoder-hidden --out run/semantic-encoder-mean || exit 1; \
 	done
-	@$(BIN)/python -m training.semantic.encoder_mean run/semantic-encoder-whole run/semantic-encoder-hidden --out src/dynamo/semantic/classifiers/weights/exact
+	@$(BIN)/python -m training.semantic.encoder_mean --went-on run/semantic-encoder-mean run/semantic-encoder-further --out src/dynamo/semantic/classifiers/weights/exact
 	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request, and the chain behind the real Envoy (REQUESTS=10000)

@@ -2,7 +2,8 @@
 
 Adapters of rank r are two thin matrices, so the mean of their products has rank 2 r: it is written as such, by putting
 the matrices of both beside each other. A worker adds the product to the projection when it loads the model, so a text
-costs as much as with one.
+costs as much as with one. Where the second training went on from the first (`--went-on`), their thin matrices are near
+each other, and the mean of these keeps the rank.
 """
 
 import argparse
@@ -21,11 +22,13 @@ def main() -> None:
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--share", type=float, default=SHARE, help="of the second")
+    parser.add_argument("--went-on", action="store_true", help="the second began with the first")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     shares = (1 - arguments.share, arguments.share)
-    for name, join in (("adapter_model", join_adapters), ("heads", add_heads)):
+    join_matrices = add_weights if arguments.went_on else join_adapters
+    for name, join in (("adapter_model", join_matrices), ("heads", add_weights)):
         pair = [
             safetensors.torch.load_file(folder / f"{name}.safetensors")
             for folder in (arguments.first, arguments.second)
@@ -33,7 +36,8 @@ def main() -> None:
         joined = {key: join(key, pair, shares).half().contiguous() for key in pair[0]}
         safetensors.torch.save_file(joined, arguments.out / f"{name}.safetensors")
     fields = json.loads((arguments.first / "adapter_config.json").read_text())
-    fields |= {"r": 2 * fields["r"], "lora_alpha": 2 * fields["lora_alpha"]}  # at the same scale
+    if not arguments.went_on:  # at the same scale
+        fields |= {"r": 2 * fields["r"], "lora_alpha": 2 * fields["lora_alpha"]}
     (arguments.out / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
     (arguments.out / "heads.json").write_bytes((arguments.first / "heads.json").read_bytes())
 
@@ -48,10 +52,10 @@ def join_adapters(
     return torch.cat([share * part for share, part in zip(shares, parts, strict=True)], 1)
 
 
-def add_heads(
+def add_weights(
     name: str, pair: list[dict[str, torch.Tensor]], shares: tuple[float, float]
 ) -> torch.Tensor:
-    """Return a matrix or bias of the mean of two heads."""
+    """Return the mean of two matrices or biases."""
     return sum(
         (share * tensors[name].float() for share, tensors in zip(shares, pair, strict=True)),
         torch.zeros(()),
