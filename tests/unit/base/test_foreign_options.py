@@ -8,6 +8,7 @@ import pytest
 
 from dynamo.base import config, errors, foreign_options
 from dynamo.frontend import config as frontend_config
+from dynamo.router import __main__ as router_command
 from dynamo.router import config as router_config
 from dynamo.worker import engines, settings
 
@@ -99,6 +100,7 @@ def test_tables_are_of_classes_that_do_not_have_their_options(monkeypatch):
             "runtime.component",
             "frontend.config",
             "router.config",
+            "router.__main__",
             "worker.settings",
             "engine.adapters.settings",
             "engine.mock.settings",
@@ -124,6 +126,7 @@ LAUNCH_LINES = [
     ("frontend", "--store-kv file --enable-anthropic-api --dyn-chat-processor vllm"),
     ("frontend", "--router-mode kv --no-router-track-active-blocks --router-event-threads 4"),
     ("frontend", "--router-mode kv --router-block-size 64 --router-prefill-load-scale 2"),
+    ("router", "--endpoint dynamo.prefill.generate --block-size 64 --no-track-active-blocks"),
     ("vllm", "--model m --enable-multimodal --sleep-mode-level 1 --enable-prefix-caching"),
     ("vllm", "--model m --dyn-endpoint-types chat,completions --enable-local-indexer true"),
     (
@@ -139,8 +142,11 @@ LAUNCH_LINES = [
 @pytest.mark.parametrize(("name", "line"), LAUNCH_LINES)
 def test_launch_line_of_the_original_starts_our_process(name, line, monkeypatch):
     monkeypatch.undo()
-    frontend = (frontend_config.FrontendConfig, router_config.RoutingConfig)
-    parts = frontend if name == "frontend" else (settings.WorkerConfig, engines.settings_of(name))
+    parts_by_name = {
+        "frontend": (frontend_config.FrontendConfig, router_config.RoutingConfig),
+        "router": (router_command.RouterServiceConfig, router_command.ServiceRoutingConfig),
+    }
+    parts = parts_by_name.get(name) or (settings.WorkerConfig, engines.settings_of(name))
     loaded = config.load_parts(parts, prog=name, argv=line.split(), environ={})
 
     words = getattr(loaded[-1], "engine_args", ())
