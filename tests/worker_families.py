@@ -16,6 +16,8 @@ FAMILIES = {
     "dynamo_component_kvstats_total_blocks": (),
     "dynamo_component_kvstats_gpu_cache_usage_percent": (),
     "dynamo_component_kvstats_gpu_prefix_cache_hit_rate": (),
+    "dynamo_component_total_blocks": ENDPOINT,
+    "dynamo_component_gpu_cache_usage_percent": ENDPOINT,
     "dynamo_worker_prefill_latency_ms": ENDPOINT,
 }
 DURATION_S = "0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 20 30 60 120 300 600"

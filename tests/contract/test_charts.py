@@ -340,6 +340,24 @@ def command_line(service):
     return " ".join(service["extraPodSpec"]["mainContainer"]["args"])
 
 
+def test_discovery_of_the_pods_is_a_value(platform):
+    values = helm.parse_set_string("dynamo-operator.discoveryBackend=kubernetes")
+    deployments = of_kind(render(platform, values), "Deployment")
+    manager = deployments["dynamo-platform-dynamo-operator-controller-manager"]
+    arguments = manager["spec"]["template"]["spec"]["containers"][0]["args"]
+
+    assert "--discovery-backend=kubernetes" in arguments
+    with pytest.raises(helm.HelmError, match="discoveryBackend"):
+        helm.Chart.load(platform).validate_schema({"dynamo-operator": {"discoveryBackend": "x"}})
+
+
+@pytest.mark.parametrize("name", ["grove", "kai-scheduler"])
+def test_chart_says_that_it_does_not_install_a_scheduler(platform, name):
+    assert render(platform, {name: {"enabled": False}}) == render(platform)
+    with pytest.raises(helm.HelmError, match=f"{name}.enabled: this chart does not install"):
+        render(platform, {name: {"enabled": True}})
+
+
 def test_workers_without_a_type_are_aggregated(services):
     found = services(
         "workers[0].model.path=Qwen/Qwen2-0.5B-Instruct,workers[1].model.path=Qwen/Qwen2-0.5B-Instruct"

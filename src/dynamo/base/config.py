@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo.base import addresses, errors
+from dynamo.base import addresses, errors, foreign_options
 
 C = TypeVar("C")
 _Named = Mapping[str, Any]  # by the name of an option, or of its key in a file
@@ -121,7 +121,7 @@ def load_parts(
     complete(lambda: parser)
     texts = [_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"]
     flags, further_arguments = parser.parse(
-        _join_texts(argv, texts), takes_rest=rest_of is not None, passed_on=texts
+        _join_texts(argv, texts), takes_rest=rest_of is not None, passed_on=texts, parts=parts
     )
     path = flags.pop("config", None)
     environ = os.environ if environ is None else environ
@@ -221,14 +221,6 @@ def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
         importlib.import_module("argcomplete").autocomplete(make_parser())
 
 
-def read_pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
-    """Return two variables that belong together, None for unset ones. Raises ConfigError if only one is set."""
-    values = environ.get(first) or None, environ.get(second) or None
-    if (values[0] is None) != (values[1] is None):
-        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
-    return values
-
-
 def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a hint for a mistyped name: the most similar known one, or where to find them."""
     similar = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)
@@ -256,14 +248,21 @@ class Parser(argparse.ArgumentParser):
             sys.exit(f"{self.prog}: {error.strerror}")
 
     def parse(
-        self, args: Sequence[str], *, takes_rest: bool, passed_on: Sequence[str] = ()
+        self,
+        args: Sequence[str],
+        *,
+        takes_rest: bool,
+        passed_on: Sequence[str] = (),
+        parts: Sequence[type] = (),
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the declared arguments by name, and the others. Raises ConfigError for others unless `takes_rest`.
 
-        `passed_on` are the flags that hold flags for other processes, as the error says.
+        `passed_on` are the flags that hold flags for other processes, as the error says. Of the others those are taken
+        that NVIDIA Dynamo's processes with the options of `parts` have.
         """
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
-        flags, unknown = parse(args)  # the latter takes words on both sides of a flag
+        flags, others = parse(args)  # the latter takes words on both sides of a flag
+        unknown = foreign_options.take(others, parts)
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             if passed_on:

@@ -41,6 +41,7 @@ class ClusterConfig:
 
     discovery_backend: Literal["file", "etcd", "kubernetes", "mem"] = config.setting(
         "file",
+        aliases=("--store-kv",),
         implied=("ETCD_ENDPOINTS", "etcd"),
         help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), by"
         " the objects of the Kubernetes cluster that it runs in, or within one process only",

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,3 +122,11 @@ class AlertingContext(ssl.SSLContext):
         assert isinstance(handshake, AlertingHandshake)
         handshake.outgoing, handshake.transport = outgoing, _transport.get()
         return handshake
+
+
+def read_pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
+    """Return two variables that belong together, None for unset ones. Raises ConfigError if only one is set."""
+    values = environ.get(first) or None, environ.get(second) or None
+    if (values[0] is None) != (values[1] is None):
+        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
+    return values

@@ -6,13 +6,18 @@
     enable_load_scaling               --policy regression, if the former is false
     throughput_adjustment_interval    --adjustment-interval
     load_adjustment_interval          the same, and the one that counts if both ways to scale are enabled
+    optimization_target               --policy load, unless it is sla, which leaves the policy to the fields above
     advisory, no_operation            --no-operation
     no_correction                     --no-correction
+    ttft_ms, itl_ms                   --ttft, --itl
+    …_interval_seconds                …_interval
+    metric_pulling_prometheus_endpoint, metric_reporting_prometheus_port   --prometheus-url, --planner-port
     mode, ttft, itl and others        the option of that name
 
-Fields of its sweeps before a deployment have no counterpart.
+Fields of its reports, of its predictors and of its sweeps before a deployment have no effect, and the log says so.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -260,6 +265,7 @@ class PlannerConfig(component.RuntimeConfig):
     )
     prometheus_url: str | None = config.option(
         None,
+        aliases=("--metric-pulling-prometheus-endpoint",),
         help="Prometheus server to ask instead of the frontends; --adjustment-interval must be at least twice the time"
         " between its scrapes",
     )
@@ -278,7 +284,22 @@ class PlannerConfig(component.RuntimeConfig):
     )
 
 
-_NO_OPTION = frozenset(("optimization_target", "pre_deployment_sweeping_mode"))
+_logger = logging.getLogger(__name__)
+_FORMER_NAMES = {
+    "throughput_adjustment_interval_seconds": "throughput_adjustment_interval",
+    "load_adjustment_interval_seconds": "load_adjustment_interval",
+    "metric_pulling_prometheus_endpoint": "prometheus_url",
+    "metric_reporting_prometheus_port": "planner_port",
+    "ttft_ms": "ttft",
+    "itl_ms": "itl",
+}
+# What they set is learned from the workers, counted otherwise, or shown by /planner/decisions.
+_WITHOUT_EFFECT_TABLE = """
+kalman_min_points kalman_q_level kalman_q_trend kalman_r live_dashboard_port load_metric_samples
+load_predictor_log1p load_predictor_warmup_trace pre_deployment_sweeping_mode prophet_window_size
+report_interval_hours report_output_dir throughput_metrics_source
+"""
+_WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT_TABLE.split())
 _OPPOSITES = {"advisory": "operation", "no_operation": "operation", "no_correction": "correction"}
 _IS_ENABLED = {"enable_throughput_scaling": True, "enable_load_scaling": False}  # unless said
 _INTERVAL_OF = {
@@ -288,16 +309,19 @@ _INTERVAL_OF = {
 
 
 def translate(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file with our names and values. Raises ConfigError for what has no counterpart.
+    """Return the content of a file with our names and values. Raises ConfigError for a value that none of ours has.
 
-    What is null is left out.
+    What is null is left out, and so is what has no effect, which is logged.
     """
-    content = {name: value for name, value in content.items() if value is not None}
-    if foreign := sorted(content.keys() & _NO_OPTION):
-        raise errors.ConfigError(
-            f"--config: {foreign[0]} has no counterpart in this planner: leave it out"
-        )
-    options = _translate_policy(dict(content))
+    present = {name: value for name, value in content.items() if value is not None}
+    for former, ours in _FORMER_NAMES.items():
+        if former in present and ours in present:
+            raise errors.ConfigError(f"--config: expected {ours} or {former}, got both")
+    for name in sorted(present.keys() & _WITHOUT_EFFECT):
+        _logger.warning("--config: %s has no effect in this planner", name)
+    options = _translate_policy(
+        {_FORMER_NAMES.get(k, k): v for k, v in present.items() if k not in _WITHOUT_EFFECT}
+    )
     for name, ours in _OPPOSITES.items():
         if name in options:
             options[ours] = not _read_bool(options, name)
@@ -310,6 +334,17 @@ def translate(content: dict[str, Any]) -> dict[str, Any]:
 
 def _translate_policy(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the fields of the two ways to scale, which the original may run at once."""
+    target = options.pop("optimization_target", "sla")
+    if target not in ("throughput", "latency", "sla"):
+        raise errors.ConfigError(
+            f"--config: optimization_target: expected throughput, latency or sla, got {target!r}"
+        )
+    if target != "sla":  # thresholds of cache and queue, whatever else is said
+        options = {name: value for name, value in options.items() if name not in _IS_ENABLED}
+        options.setdefault("policy", "load")
+        if (interval := options.pop("load_adjustment_interval", None)) is not None:
+            options.setdefault("adjustment_interval", interval)
+            options.pop("throughput_adjustment_interval", None)
     for ours, theirs in (("policy", _IS_ENABLED), ("adjustment_interval", _INTERVAL_OF.values())):
         if ours in options and (clash := sorted(options.keys() & set(theirs))):
             raise errors.ConfigError(f"--config: expected {ours} or {clash[0]}, got both")

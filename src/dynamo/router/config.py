@@ -60,6 +60,7 @@ class RouterConfig:
     kv_overlap_score_weight: float | None = config.option(
         None,
         env="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+        aliases=("--router-kv-overlap-score-weight", "--router-prefill-load-scale"),
         help="policy dynamo: weight of a block to compute, relative to a block in use; higher favours cached prefixes"
         " (default: 1)",
         least=0,
@@ -271,7 +272,10 @@ class RoutingConfig(RouterConfig):
         help="follow the KV events of the workers; with --no-kv-events, guess from earlier decisions what is cached",
     )
     router_ttl_secs: float = config.setting(
-        120.0, help="with --no-kv-events, seconds for which a prompt counts as cached", least=0
+        120.0,
+        aliases=("--router-ttl",),
+        help="with --no-kv-events, seconds for which a prompt counts as cached",
+        least=0,
     )
     router_max_tree_size: int = config.setting(
         2**20, help="with --no-kv-events, blocks that the router remembers at most", least=1
@@ -288,6 +292,7 @@ class RoutingConfig(RouterConfig):
     )
     kv_cache_block_size: int | None = config.setting(
         None,
+        aliases=("--router-block-size",),
         help="tokens per KV block of workers whose model card does not say it; otherwise that of the card is used",
         least=1,
     )

@@ -16,6 +16,7 @@ from dynamo.semantic import milvus_config
 
 GuardMode = Literal["enforce", "observe", "route"]
 OnError = Literal["pass", "block"]
+Operator = Literal["AND", "OR", "NOR", "NOT"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]  # of a million tokens
 HeaderName = Annotated[str, msgspec.Meta(pattern=r"^:?[A-Za-z0-9!#$%&'*+.^_`|~-]+(?!\n)$")]
@@ -110,11 +111,13 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
 
 
 class Condition(_Section, frozen=True, kw_only=True):
-    """A signal that a decision asks for. `rule_name` is how published values spell `name`."""
+    """A signal that a decision asks for, or conditions in their place. Published values spell `name` as `rule_name`."""
 
-    type: str
+    type: str = ""
     name: str = ""
     rule_name: str = ""
+    operator: Operator = "AND"
+    conditions: list["Condition"] = []
 
     @property
     def signal(self) -> str:
@@ -122,9 +125,9 @@ class Condition(_Section, frozen=True, kw_only=True):
 
 
 class RuleSet(_Section, frozen=True, kw_only=True):
-    """The conditions of a decision: all of them (AND), any (OR) or none (NOR)."""
+    """The conditions of a decision: all of them (AND), any (OR) or none (NOR, NOT)."""
 
-    operator: Literal["AND", "OR", "NOR"] = "AND"
+    operator: Operator = "AND"
     conditions: list[Condition] = []
 
 

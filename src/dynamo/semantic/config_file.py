@@ -17,16 +17,23 @@ import yaml
 
 from dynamo.base import errors
 from dynamo.runtime.http import json_body
-from dynamo.semantic import config, config_v03, encoder_labels, milvus_config, tool_database
+from dynamo.semantic import (
+    config,
+    config_v03,
+    decisions,
+    encoder_labels,
+    milvus_config,
+    tool_database,
+)
 
 MAX_BYTES = 2**20
 MAX_VALUES = 50_000  # aliases count as often as they are used
+MAX_LEVELS = 100
 _TYPE_TABLE = """
 AGE CREDIT_CARD DATE_TIME DOMAIN_NAME EMAIL_ADDRESS GPE IBAN_CODE IP_ADDRESS NRP ORGANIZATION
 PERSON PHONE_NUMBER STREET_ADDRESS TITLE US_DRIVER_LICENSE US_SSN ZIP_CODE
 """
 PII_TYPES = frozenset(_TYPE_TABLE.split())
-_SIGNALS = ("keyword", "embedding", "domain")
 # Keys of the original that are read and have no effect, by the section that has them.
 _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
     config.SemanticConfig: ("mom_registry", "response_api", "observability"),
@@ -221,7 +228,7 @@ def _decode(
     if encoder_labels.DOMAIN in encoders:
         categories = frozenset(encoders[encoder_labels.DOMAIN].labels)
         fallback = settings.classifier.category_model.fallback_category
-        _check_label("classifier.category_model.fallback_category", fallback, categories)
+        decisions.check_label("classifier.category_model.fallback_category", fallback, categories)
     pii_types = PII_TYPES
     if encoder_labels.PII in encoders:
         bare = map(encoder_labels.bare_label, encoders[encoder_labels.PII].labels)
@@ -323,8 +330,10 @@ def _read_yaml(data: bytes) -> dict[str, Any]:
     return tree
 
 
-def _count_values(tree: Any, num_values: int) -> int:
+def _count_values(tree: Any, num_values: int, level: int = 0) -> int:
     """Return `num_values` and the number of values in the tree, or a little more than the most allowed."""
+    if level > MAX_LEVELS:
+        raise RecursionError("far too many levels")
     if isinstance(tree, set | tuple):  # which only a tag makes
         raise yaml.YAMLError("expected keys, lists and single values, got a set or pairs")
     num_values += 1
@@ -332,7 +341,7 @@ def _count_values(tree: Any, num_values: int) -> int:
     for child in children:
         if num_values > MAX_VALUES:
             break
-        num_values = _count_values(child, num_values)
+        num_values = _count_values(child, num_values, level + 1)
     return num_values
 
 
@@ -436,9 +445,10 @@ def _check_references(
     for key in ("decisions", "vllm_endpoints"):
         if len({entry.name for entry in getattr(settings, key)}) < len(getattr(settings, key)):
             raise errors.ConfigError(f"{key}: expected names that differ, got one of them twice")
+    labels = {*map(decisions.spaced, categories)}
     for category in settings.categories:
-        for label in category.mmlu_categories:
-            _check_label(f"categories.{category.name}.mmlu_categories", label, categories)
+        for label in map(decisions.spaced, category.mmlu_categories):
+            decisions.check_label(f"categories.{category.name}.mmlu_categories", label, labels)
     for rule in settings.embedding_rules:
         if not rule.candidates:
             raise errors.ConfigError(f"embedding_rules.{rule.name}: expected candidates, got none")
@@ -448,14 +458,8 @@ def _check_references(
         "domain": {*categories, *(category.name for category in settings.categories)},
     }
     for decision in settings.decisions:
-        path = f"decisions.{decision.name}"
-        for number, condition in enumerate(decision.rules.conditions):
-            place = f"{path}.rules.conditions[{number}]"
-            if condition.type not in _SIGNALS:
-                raise errors.ConfigError(
-                    f"{place}.type: {condition.type!r} is not supported; expected one of {', '.join(_SIGNALS)}"
-                )
-            _check_label(f"{place}: {condition.type}", condition.signal, signals[condition.type])
+        path = f"decisions.{decision.name}.rules"
+        decisions.check_conditions(path, decision.rules.conditions, signals)
     _check_guards(settings, plugins, pii_types)
     _check_models(settings)
 
@@ -474,7 +478,7 @@ def _check_guards(
     for name, by_type in plugins.items():
         path = f"decisions.{name}" if name else "default_plugins"
         for label in getattr(by_type.get("pii"), "pii_types_allowed", ()):
-            _check_label(f"{path}: pii_types_allowed", label, pii_types)
+            decisions.check_label(f"{path}: pii_types_allowed", label, pii_types)
         for kind, usual in (("jailbreak", general.route_to), ("pii", None)):
             plugin = by_type.get(kind)
             if plugin is not None and plugin.mode == "route" and not (plugin.route_to or usual):
@@ -488,13 +492,9 @@ def _check_models(settings: config.SemanticConfig) -> None:
     for name, model in settings.model_config.items():
         if model.reasoning_family is not None:
             families = settings.reasoning_families.keys()
-            _check_label(f"model_config.{name}.reasoning_family", model.reasoning_family, families)
+            decisions.check_label(
+                f"model_config.{name}.reasoning_family", model.reasoning_family, families
+            )
         endpoints = {endpoint.name for endpoint in settings.vllm_endpoints}
         for endpoint in model.preferred_endpoints:
-            _check_label(f"model_config.{name}.preferred_endpoints", endpoint, endpoints)
-
-
-def _check_label(path: str, label: str, known: Any) -> None:
-    if label not in known:
-        expected = f"one of {sorted(known)}" if known else "a name of which none is defined"
-        raise errors.ConfigError(f"{path}: no such name: {label!r}; expected {expected}")
+            decisions.check_label(f"model_config.{name}.preferred_endpoints", endpoint, endpoints)

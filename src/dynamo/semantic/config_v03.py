@@ -21,11 +21,15 @@ _SIGNALS = {"keywords": "keyword_rules", "embeddings": "embedding_rules", "domai
 _MODEL_KEYS = (
     "name",
     "reasoning_family",
+    "reasoning",
     "provider_model_id",
     "api_format",
     "pricing",
     "backend_refs",
 )
+_REFERENCE_KEYS = ("name", "endpoint", "base_url", "protocol", "weight", "provider", "chat_path")
+_IDLE_MODEL_KEYS = ("external_model_ids", "reliability")  # names in other systems; retries
+_PROVIDERS = ("vllm", "openai")  # whose API every model here is asked by
 _GLOBAL_ROUTER = (
     "config_source",
     "auto_model_name",
@@ -33,6 +37,8 @@ _GLOBAL_ROUTER = (
     "clear_route_cache",
 )
 _DEFAULTS = ("default_model", "default_reasoning_effort", "reasoning_families")
+_LATER_DEFAULTS = {"model": "default_model", "reasoning_effort": "default_reasoning_effort"}
+_LATER_SECTIONS = ("recipes", "entrypoints")  # that have decisions of their own
 # By a key of v0.1 the one of v0.3 that has its place.
 _KEYS = {
     **{key: f"providers.defaults.{key}" for key in _DEFAULTS},
@@ -72,6 +78,9 @@ def translate(tree: _Tree) -> Translation:
         return Translation(tree)
     if str(version) not in ("v0.3", "0.3"):
         raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
+    for key in _LATER_SECTIONS:
+        if tree.get(key):
+            raise errors.ConfigError(f"{key}: not supported here; write its decisions into routing")
     routing, shared, keys = _section(tree, "routing"), _section(tree, "global"), dict(_KEYS)
     notes = [
         f"{key}: no key of v0.3 that has an effect here"
@@ -79,13 +88,18 @@ def translate(tree: _Tree) -> Translation:
         if key not in ("version", "providers", "routing", "global")
     ]
     _refuse_rest("routing", routing, ("strategy", "signals", "decisions", "modelCards"))
-    result: _Tree = {**_providers(_section(tree, "providers"), keys), **_shared(shared, notes)}
+    providers = _providers(_section(tree, "providers"), notes, keys)
+    result: _Tree = {**providers, **_shared(shared, notes)}
     if "strategy" in routing:
         result["strategy"] = routing["strategy"]
     for number, card in enumerate(_list(routing, "modelCards", "routing.modelCards")):
         _add_card(f"routing.modelCards[{number}]", card, result["model_config"], notes, keys)
     signals = _section(routing, "signals", "routing.signals")
-    _refuse_rest("routing.signals", signals, (*_SIGNALS, *_GUARD_SIGNALS))
+    notes += [
+        f"routing.signals.{key}: no decision may ask for it here"
+        for key, declared in signals.items()
+        if key not in (*_SIGNALS, *_GUARD_SIGNALS) and declared
+    ]
     for name, counterpart in _SIGNALS.items():
         if rules := _list(signals, name, f"routing.signals.{name}"):
             result[counterpart] = [_signal(name, rule) for rule in rules]
@@ -93,10 +107,12 @@ def translate(tree: _Tree) -> Translation:
     return Translation(result, notes, keys)
 
 
-def _providers(providers: _Tree, keys: dict[str, str]) -> _Tree:
+def _providers(providers: _Tree, notes: list[str], keys: dict[str, str]) -> _Tree:
     _refuse_rest("providers", providers, ("defaults", "models"))
-    defaults = _section(providers, "defaults", "providers.defaults")
-    _refuse_rest("providers.defaults", defaults, _DEFAULTS)
+    written = _section(providers, "defaults", "providers.defaults")
+    _refuse_rest("providers.defaults", written, (*_DEFAULTS, *_LATER_DEFAULTS))
+    keys |= {ours: f"providers.defaults.{k}" for k, ours in _LATER_DEFAULTS.items() if k in written}
+    defaults = {_LATER_DEFAULTS.get(key, key): value for key, value in written.items()}
     models: _Tree = {}
     endpoints: list[_Tree] = []
     for number, model in enumerate(_list(providers, "models", "providers.models")):
@@ -104,12 +120,19 @@ def _providers(providers: _Tree, keys: dict[str, str]) -> _Tree:
         path = f"providers.models.{name}"
         if name in models:  # the first would be forgotten
             raise errors.ConfigError(f"{path}: expected names that differ, got this one twice")
-        _refuse_rest(path, model, _MODEL_KEYS)
+        notes += [
+            f"{path}.{key}: it has no effect here" for key in _IDLE_MODEL_KEYS if model.get(key)
+        ]
+        _refuse_rest(path, model, (*_MODEL_KEYS, *_IDLE_MODEL_KEYS))
         if model.get("provider_model_id", name) != name:
             raise errors.ConfigError(f"{path}.provider_model_id: expected {name!r}, or none")
         if model.get("api_format", "openai") != "openai":
             raise errors.ConfigError(f"{path}.api_format: expected openai, or none")
         entry = {key: model[key] for key in ("reasoning_family", "pricing") if model.get(key)}
+        reasoning = _section(model, "reasoning", f"{path}.reasoning")
+        _refuse_rest(f"{path}.reasoning", reasoning, ("family",))
+        if reasoning.get("family"):
+            entry["reasoning_family"] = reasoning["family"]
         references = _list(model, "backend_refs", f"{path}.backend_refs")
         added = [_endpoint(f"{path}.backend_refs[{n}]", ref) for n, ref in enumerate(references)]
         for position, endpoint in enumerate(added):
@@ -145,7 +168,11 @@ def _add_card(
 
 
 def _endpoint(path: str, reference: _Tree) -> _Tree:
-    _refuse_rest(path, reference, ("name", "endpoint", "base_url", "protocol", "weight"))
+    _refuse_rest(path, reference, _REFERENCE_KEYS)
+    if reference.get("provider", "vllm") not in _PROVIDERS:
+        raise errors.ConfigError(f"{path}.provider: expected {' or '.join(_PROVIDERS)}, or none")
+    if reference.get("chat_path", "/chat/completions") != "/chat/completions":
+        raise errors.ConfigError(f"{path}.chat_path: expected /chat/completions, or none")
     written = str(reference.get("base_url") or reference.get("endpoint") or "")
     try:
         address = urlsplit(written if "//" in written else f"//{written}")
@@ -221,11 +248,9 @@ def _decisions(
         if "type" in rules:  # one condition alone
             decision = {**decision, "rules": {"conditions": [rules]}}
         conditions = _list(_section(decision, "rules", path), "conditions", path)
-        if any("conditions" in condition for condition in conditions):
-            raise errors.ConfigError(f"{path}: conditions inside conditions are not supported")
-        if not any(condition.get("type") in _GUARD_SIGNALS for condition in conditions):
+        if not any(map(_asks_for_guard, conditions)):
             keys[f"decisions[{len(kept)}]"] = f"routing.decisions[{number}]"
-            kept.append({**decision, "plugins": list(_plugins(path, decision))})
+            kept.append({**decision, "plugins": list(_plugins(path, decision, notes))})
             continue
         added += _guard_plugins(path, decision, conditions, guards, result)
         signal = f"routing.signals.{conditions[0]['type']}.{conditions[0]['name']}"
@@ -274,8 +299,20 @@ def _guard_plugins(
         yield {"type": "pii", "configuration": {"enabled": True, **limits}}
 
 
-def _plugins(path: str, decision: _Tree) -> Iterator[_Tree]:
+def _asks_for_guard(condition: Any) -> bool:
+    """Return whether a condition, or one inside of it, asks for a signal that only a guard can be."""
+    if not isinstance(condition, dict):
+        return False
+    inner = condition.get("conditions")
+    is_guard = condition.get("type") in _GUARD_SIGNALS
+    return is_guard or (isinstance(inner, list) and any(map(_asks_for_guard, inner)))
+
+
+def _plugins(path: str, decision: _Tree, notes: list[str]) -> Iterator[_Tree]:
     for plugin in _list(decision, "plugins", path):
+        if plugin.get("type") == "router_replay":
+            notes.append(f"{path}: router_replay: no effect here; the audit log has requests")
+            continue
         is_cache = plugin.get("type") == "response_cache"
         yield {**plugin, "type": "semantic-cache"} if is_cache else plugin
 

@@ -1,9 +1,10 @@
 """Decisions: from the signals of a text to the decision that applies, with its reasons."""  # decider
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dynamo.base import errors
 from dynamo.semantic import config
 from dynamo.semantic.classifiers import disguises, profile
 
@@ -78,7 +79,7 @@ class DecisionTable:
         self._names_by_category: dict[str, set[str]] = {}
         for category in settings.categories:
             for label in (category.name, *category.mmlu_categories):
-                self._names_by_category.setdefault(label, set()).add(category.name)
+                self._names_by_category.setdefault(spaced(label), set()).add(category.name)
 
     @property
     def needs_domain(self) -> bool:
@@ -86,12 +87,12 @@ class DecisionTable:
         return any(
             condition.type == "domain"
             for decision in self._decisions
-            for condition in decision.rules.conditions
+            for condition in list_signals(decision.rules.conditions)
         )
 
     def names_of(self, category: str) -> frozenset[str]:
         """Return the names under which decisions may ask for a category of the classifier."""
-        return frozenset({category, *self._names_by_category.get(category, ())})
+        return frozenset({category, *self._names_by_category.get(spaced(category), ())})
 
     def matches(self, signals: Signals) -> Sequence[MatchedDecision]:
         """Return the decisions that apply, the one to take first."""
@@ -102,18 +103,13 @@ class DecisionTable:
 
 
 def _match(decision: config.DecisionSettings, signals: Signals) -> MatchedDecision | None:
-    conditions = decision.rules.conditions
-    if not conditions:
-        return None
+    conditions, operator = decision.rules.conditions, decision.rules.operator
     satisfied = [condition for condition in conditions if _holds(condition, signals)]
-    operator = decision.rules.operator
-    if operator == "NOR":
-        if satisfied:
-            return None
+    if not conditions or not _combine(operator, len(satisfied), len(conditions)):
+        return None
+    if not satisfied:
         reason = "none of " + ", ".join(_label(condition) for condition in conditions)
         return MatchedDecision(settings=decision, confidence=1.0, strength=0.0, reasons=(reason,))
-    if not satisfied or (operator == "AND" and len(satisfied) < len(conditions)):
-        return None
     return MatchedDecision(
         settings=decision,
         confidence=len(satisfied) / len(conditions),
@@ -122,7 +118,16 @@ def _match(decision: config.DecisionSettings, signals: Signals) -> MatchedDecisi
     )
 
 
+def _combine(operator: config.Operator, num_satisfied: int, num_conditions: int) -> bool:
+    if operator == "AND":
+        return num_satisfied == num_conditions
+    return (num_satisfied > 0) == (operator == "OR")
+
+
 def _holds(condition: config.Condition, signals: Signals) -> bool:
+    if inner := condition.conditions:
+        num_satisfied = sum(_holds(each, signals) for each in inner)
+        return _combine(condition.operator, num_satisfied, len(inner))
     if condition.type == "keyword":
         return condition.signal == signals.keyword_rule
     if condition.type == "embedding":
@@ -131,6 +136,9 @@ def _holds(condition: config.Condition, signals: Signals) -> bool:
 
 
 def _strength(condition: config.Condition, signals: Signals) -> float:
+    if condition.conditions:
+        satisfied = [each for each in condition.conditions if _holds(each, signals)]
+        return max((_strength(each, signals) for each in satisfied), default=0.0)
     if condition.type == "embedding":
         return signals.embedding_score
     if condition.type == "keyword" or signals.domain_score is None:
@@ -139,7 +147,46 @@ def _strength(condition: config.Condition, signals: Signals) -> float:
 
 
 def _label(condition: config.Condition) -> str:
+    if condition.conditions:
+        return f"{condition.operator} ({', '.join(map(_label, condition.conditions))})"
     return f"{condition.type} {condition.signal}"
+
+
+def list_signals(conditions: Iterable[config.Condition]) -> Iterator[config.Condition]:
+    """Yield the conditions that ask for a signal, those inside of others too."""
+    for condition in conditions:
+        if condition.conditions:
+            yield from list_signals(condition.conditions)
+        else:
+            yield condition
+
+
+def check_conditions(
+    path: str, conditions: Sequence[config.Condition], names_by_type: Mapping[str, Collection[str]]
+) -> None:
+    """Raise ConfigError for a condition on a signal that is not supported, or that nothing defines."""
+    for number, condition in enumerate(conditions):
+        place = f"{path}.conditions[{number}]"
+        if condition.conditions:
+            check_conditions(place, condition.conditions, names_by_type)
+            continue
+        if condition.type not in names_by_type:
+            raise errors.ConfigError(
+                f"{place}.type: {condition.type!r} is not supported; expected one of {', '.join(names_by_type)}"
+            )
+        check_label(f"{place}: {condition.type}", condition.signal, names_by_type[condition.type])
+
+
+def spaced(label: str) -> str:
+    """Return the label of a category with blanks where published values write underscores."""
+    return label.replace("_", " ")
+
+
+def check_label(path: str, label: str, known: Collection[str]) -> None:
+    """Raise ConfigError for a name that is not among those that are known."""
+    if label not in known:
+        expected = f"one of {sorted(known)}" if known else "a name of which none is defined"
+        raise errors.ConfigError(f"{path}: no such name: {label!r}; expected {expected}")
 
 
 def strength_by_model(matches: Sequence[MatchedDecision]) -> Mapping[str, float]:

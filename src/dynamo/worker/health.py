@@ -198,6 +198,13 @@ class WorkerMetrics:
         self._usage = registry.gauge(
             "kvstats_gpu_cache_usage_percent", "active KV blocks as a share of all, 0 to 1"
         )
+        self._later_total_blocks, self._later_usage = (  # by their names since Dynamo 1.0
+            registry.gauge(name, text, _LABELS).labels(*labels)
+            for name, text in (
+                ("total_blocks", "KV blocks of the engine"),
+                ("gpu_cache_usage_percent", "active KV blocks as a share of all, 0 to 1"),
+            )
+        )
         self._hit_rate = registry.gauge(
             "kvstats_gpu_prefix_cache_hit_rate", "cached prompt tokens as a share of all, 0 to 1"
         )
@@ -241,8 +248,10 @@ class WorkerMetrics:
             num_active = sum(rank.kv_active_blocks for rank in stats)
             num_total = sum(rank.kv_total_blocks for rank in stats)
             self._active_blocks.set(num_active)
-            self._total_blocks.set(num_total)
-            self._usage.set(num_active / num_total if num_total else 0.0)
+            for blocks_gauge in (self._total_blocks, self._later_total_blocks):
+                blocks_gauge.set(num_total)
+            for usage_gauge in (self._usage, self._later_usage):
+                usage_gauge.set(num_active / num_total if num_total else 0.0)
             self._hit_rate.set(statistics.fmean(rank.gpu_prefix_cache_hit_rate for rank in stats))
         engine_metrics = metrics.render_foreign(self._engine_prefix) if self._engine_prefix else b""
         return self.registry.render() + engine_metrics

@@ -51,13 +51,13 @@ def main(engine_name: str) -> int:
     """Serve with this engine until a signal comes, and return the exit code."""
     prog = f"python -m dynamo.{engine_name}"
     try:
+        logs.configure()
         parts = (settings.WorkerConfig, engines.settings_of(engine_name))
         commands = ", ".join(f"dynamo.{name}" for name in engines.KIND_BY_NAME)
         worker, engine_settings = config.load_parts(
             parts, prog=prog, note=f"There is a command for each engine: python -m {commands}."
         )
         worker.check()
-        logs.configure()
         worker, engine_settings = _with_reachable_hosts(worker, engine_settings)
         engines.check_installed(engine_name)
         progress = startup.StartProgress(clocks.SystemClock(), worker.startup_stall_timeout)

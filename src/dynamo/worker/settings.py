@@ -119,6 +119,12 @@ class WorkerConfig(component.RuntimeConfig):
         help="JSON object of variables for the chat template, which a request may set otherwise, as"
         ' {"enable_thinking": false}',
     )
+    dyn_default_thinking_mode: Literal["enabled", "disabled"] | None = config.option(
+        None,
+        env="DYN_DEFAULT_THINKING_MODE",
+        help="whether the model thinks where a request does not say so, by the variables enable_thinking and thinking"
+        " of its chat template; --default-chat-template-kwargs goes beyond it",
+    )
     dyn_tool_call_parser: str | None = config.option(
         None,
         env="DYN_TOOL_CALL_PARSER",
@@ -207,9 +213,11 @@ class WorkerConfig(component.RuntimeConfig):
     @property
     def template_defaults(self) -> dict[str, Any]:
         """Return the variables of the chat template that requests leave out. Raises ConfigError."""
-        text = self.default_chat_template_kwargs or "{}"
+        text, variables = self.default_chat_template_kwargs or "{}", dict[str, Any]()
+        if (mode := self.dyn_default_thinking_mode) is not None:
+            variables = dict.fromkeys(("enable_thinking", "thinking"), mode == "enabled")
         try:
-            return msgspec.json.decode(text, type=dict[str, Any])
+            return variables | msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise errors.ConfigError(
                 f"--default-chat-template-kwargs: expected a JSON object, got {text!r}"

@@ -124,14 +124,18 @@ def test_minimum_of_one_pool_needs_no_gpus_for_the_other(mode):
     service.make_pipeline(ScalingConfig(mode=mode, min_endpoint=8, max_gpu_budget=8))
 
 
-def load(content):
-    _, scaling = config.load_parts(
+def load_both(content):
+    return config.load_parts(
         (PlannerConfig, ScalingConfig),
         prog="planner",
         argv=["--config", content if isinstance(content, str) else json.dumps(content)],
         environ={},
         translate=translate,
     )
+
+
+def load(content):
+    _, scaling = load_both(content)
     return scaling
 
 
@@ -181,6 +185,48 @@ def test_policy_and_interval_follow_the_ways_to_scale_that_are_enabled(fields, p
     assert (scaling.policy, scaling.adjustment_interval) == (policy, interval_s)
 
 
+@pytest.mark.parametrize(
+    ("fields", "policy", "interval_s"),
+    [
+        ({"optimization_target": "throughput"}, "load", 180),
+        ({"optimization_target": "latency", "enable_throughput_scaling": True}, "load", 180),
+        ({"optimization_target": "latency", "load_adjustment_interval_seconds": 5}, "load", 5),
+        (
+            {
+                "optimization_target": "sla",
+                "enable_throughput_scaling": False,
+                "enable_load_scaling": True,
+                "load_adjustment_interval_seconds": 5,
+                "pre_deployment_sweeping_mode": "none",
+            },
+            "regression",
+            5,
+        ),
+    ],
+)
+def test_optimization_target_says_whether_thresholds_or_targets_count(fields, policy, interval_s):
+    scaling = load({"throughput_adjustment_interval_seconds": 180} | fields)
+
+    assert (scaling.policy, scaling.adjustment_interval) == (policy, interval_s)
+
+
+def test_field_without_effect_is_logged(caplog):
+    scaling = load({"report_interval_hours": 24, "ttft_ms": 200})
+
+    assert scaling == load({"ttft": 200})
+    assert caplog.messages == ["--config: report_interval_hours has no effect in this planner"]
+
+
+def test_metrics_of_the_original_are_pulled_and_shown_where_it_says():
+    fields = {
+        "metric_pulling_prometheus_endpoint": "http://p:9090",
+        "metric_reporting_prometheus_port": 9000,
+    }
+    settings, _ = load_both(fields)
+
+    assert (settings.prometheus_url, settings.planner_port) == ("http://p:9090", 9000)
+
+
 def test_fields_of_the_regression_are_those_of_the_original():
     fields = {
         "policy": "regression",
@@ -199,9 +245,10 @@ def test_fields_of_the_regression_are_those_of_the_original():
     ("fields", "message"),
     [
         (
-            {"optimization_target": "throughput"},
-            "optimization_target has no counterpart in this planner",
+            {"optimization_target": "cost"},
+            "optimization_target: expected throughput, latency or sla, got 'cost'",
         ),
+        ({"ttft": 200, "ttft_ms": 200}, "expected ttft or ttft_ms, got both"),
         ({"advisory": "yes"}, "advisory: expected true or false, got 'yes'"),
         ({"enable_throughput_scaling": False}, "to be true, got neither"),
         (

@@ -442,6 +442,15 @@ def test_context_that_no_request_fits_in_is_refused():
             "decisions.a.rules.conditions[0].type: '' is not supported; expected one of keyword, embedding, domain",
         ),
         (
+            "decisions: [{name: a, rules: {conditions: [{operator: NOT, conditions: [{type: domain, name: x}]}]}}]",
+            "decisions.a.rules.conditions[0].conditions[0]: domain: no such name: 'x'; expected one of"
+            " ['law', 'math', 'other']",
+        ),
+        (
+            "decisions: [{name: a, rules: " + "{conditions: [" * 60 + "]}" * 60 + "}]",
+            "expected nested keys, got far too many levels of them",
+        ),
+        (
             "default_plugins: [{type: cache}]",
             "default_plugins[0].type: 'cache' is not supported; expected one of semantic-cache, jailbreak, pii,"
             " system_prompt, header_mutation",

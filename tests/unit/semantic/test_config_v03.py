@@ -147,6 +147,35 @@ def test_personal_data_is_refused_where_no_decision_applies():
     assert b"default_model" in outcome.answer.body
 
 
+def test_keys_of_published_files_that_change_no_request_are_taken():
+    tree = yaml.safe_load(NEW)
+    model = tree["providers"]["models"][1]
+    model |= {"external_model_ids": {"openai": "coder"}, "reliability": {"retry_count": 2}}
+    model["backend_refs"][0] |= {"provider": "vllm", "chat_path": "/chat/completions"}
+    tree["routing"]["signals"]["language"] = [{"name": "zh"}]
+    tree["routing"]["decisions"][2]["plugins"].append({"type": "router_replay"})
+    loaded = load(yaml.dump(tree))
+
+    assert loaded.settings == load(NEW).settings
+    expected = ("external_model_ids", "reliability", "routing.signals.language", "router_replay")
+    assert all(any(name in note for note in loaded.notes) for name in expected)
+
+
+def test_later_names_of_defaults_mean_the_same():
+    tree = yaml.safe_load(NEW)
+    defaults, model = tree["providers"]["defaults"], tree["providers"]["models"][1]
+    defaults["model"] = defaults.pop("default_model")
+    model["reasoning"] = {"family": model.pop("reasoning_family")}
+
+    assert load(yaml.dump(tree)).settings == load(NEW).settings
+
+
+def test_attack_inside_of_other_conditions_is_refused():
+    inner = "{operator: OR, conditions: [{type: jailbreak, name: attack}]}"
+    with pytest.raises(errors.ConfigError, match="other uses of these signals"):
+        load(NEW.replace("[{type: keyword, name: code}]", f"[{inner}]"))
+
+
 def test_negated_guard_is_refused():
     with pytest.raises(errors.ConfigError, match="expected one declared"):
         load(
@@ -167,7 +196,13 @@ def test_keys_without_effect_are_named():
     ("path", "value", "name"),
     [
         ("routing.projections", [{"name": "x"}], "routing.projections"),
-        ("routing.signals.complexity", [{"name": "x"}], "routing.signals.complexity"),
+        (
+            "routing.decisions",
+            [{"name": "a", "rules": {"type": "complexity", "name": "x"}}],
+            r"routing.decisions.a.rules.conditions\[0\].type: 'complexity' is not supported",
+        ),
+        ("recipes", [{"name": "default"}], "recipes: not supported here; write its decisions"),
+        ("entrypoints", [{"model_names": ["auto"]}], "entrypoints: not supported here"),
         ("routing.signals.keywords", [{"name": "x", "method": "bm25"}], "method: bm25"),
         ("routing.signals.jailbreak", [{"name": "other"}], "routing.decisions.refuse"),
         ("routing.decisions", "all", "routing.decisions: expected a list"),
@@ -177,6 +212,16 @@ def test_keys_without_effect_are_named():
         ("global.integrations", {"looper": {"enabled": True}}, "global.integrations.looper"),
         ("providers.models", [{"name": "a", "provider_model_id": "b"}], "provider_model_id"),
         ("providers.models", [{"name": "a", "api_format": "anthropic"}], "api_format"),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"endpoint": "b:1", "provider": "bedrock"}]}],
+            "provider: expected vllm or openai, or none",
+        ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"endpoint": "b:1", "chat_path": "/ask"}]}],
+            "chat_path: expected /chat/completions, or none",
+        ),
         (
             "providers.models",
             [{"name": "a", "backend_refs": [{"api_key_env": "K"}]}],

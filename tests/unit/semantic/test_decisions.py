@@ -71,6 +71,46 @@ def test_configured_category_stands_for_those_of_the_classifier():
     assert table.needs_domain
 
 
+def test_category_with_an_underscore_is_the_one_with_a_blank():
+    categories = [{"name": "computer_science", "mmlu_categories": ["computer_science"]}]
+    table = make_table({"conditions": [SUMS]}, categories=categories)
+
+    assert table.names_of("computer science") == {"computer science", "computer_science"}
+
+
+def group(operator, *conditions):
+    return {"operator": operator, "conditions": conditions}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reasons"),
+    [
+        (group("AND", group("OR", CODE, LAW), group("NOT", LAW)), 2),
+        (group("AND", SUMS, group("NOT", CODE)), None),
+        (group("AND", SUMS, group("NOT", group("AND", CODE, LAW))), 2),
+        (group("OR", group("AND", CODE, LAW), SUMS), 1),
+        (group("NOT", group("OR", CODE, LAW)), None),
+        (group("NOT", group("AND", CODE, LAW)), 1),
+        (group("NOT", LAW), 1),
+    ],
+)
+def test_conditions_inside_of_others_combine_by_their_operator(rule, reasons):
+    matches = make_table(rule).matches(MATH)
+
+    assert [len(match.reasons) for match in matches] == ([] if reasons is None else [reasons])
+
+
+def test_strongest_signal_inside_of_others_counts():
+    (match,) = make_table(group("AND", group("OR", SUMS, LAW), group("NOT", LAW))).matches(MATH)
+
+    assert match.strength == 0.8
+    assert match.reasons == ("OR (domain sums, domain law)", "NOT (domain law)")
+
+
+def test_domain_inside_of_other_conditions_is_asked_for():
+    assert make_table(group("AND", CODE, group("NOT", LAW))).needs_domain
+
+
 def match_keywords(text, **rule):
     rules = [config.KeywordRule(name="r", **rule)]
     return decisions.KeywordMatcher(rules).match(text)

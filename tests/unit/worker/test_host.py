@@ -607,6 +607,7 @@ async def test_metrics_of_a_fleet_are_those_of_all_hosts(fleet_world):
 
     assert samples["dynamo_component_kvstats_total_blocks"] == "192.0"
     assert samples["dynamo_component_kvstats_active_blocks"] == "2.0"
+    assert [value for name, value in samples.items() if "_total_blocks{" in name] == ["192.0"]
     assert [value for name, value in samples.items() if "requests_total{" in name] == ["2.0"]
 
 

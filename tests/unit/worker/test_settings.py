@@ -35,6 +35,15 @@ def test_health_check_is_off_by_default():
     assert wanted.health_check == health.HealthCheck(wait_s=5.0, answer_s=3.0)
 
 
+def test_default_thinking_mode_sets_the_switches_of_the_chat_template():
+    told = load(
+        "--default-chat-template-kwargs", '{"thinking": true}', DYN_DEFAULT_THINKING_MODE="disabled"
+    )
+
+    assert told.template_defaults == {"enable_thinking": False, "thinking": True}
+    assert load().template_defaults == {}
+
+
 def test_flags_of_other_servers_are_aliases():
     told = load("--model-path", "/m", "--served-model-name", "n")
 

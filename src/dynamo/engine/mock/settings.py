@@ -48,6 +48,7 @@ class MockConfig(agents.TransferConfig):
     )
     data_parallel_size: int = config.option(
         1,
+        aliases=("--dp-size",),
         help="data-parallel ranks, each with a scheduler and a KV cache of its own",
         least=1,
         most=1024,

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses, config, errors, tls
+from dynamo.base import addresses, errors, tls
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http", "https")
@@ -40,16 +40,16 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
     if not endpoints:
         raise errors.ConfigError("ETCD_ENDPOINTS: expected at least one http://host:port, got none")
     parsed = [_endpoint(endpoint) for endpoint in endpoints]
-    username, password = config.read_pair(environ, "ETCD_AUTH_USERNAME", "ETCD_AUTH_PASSWORD")
-    tls = _tls(environ)
-    are_tls = {scheme == "https" or tls is not None for scheme, _ in parsed}
+    username, password = tls.read_pair(environ, "ETCD_AUTH_USERNAME", "ETCD_AUTH_PASSWORD")
+    context = _tls(environ)
+    are_tls = {scheme == "https" or context is not None for scheme, _ in parsed}
     if len(are_tls) > 1:
         raise errors.ConfigError("ETCD_ENDPOINTS: expected all http or all https, got both")
     return EtcdAccess(
         addresses=tuple(address for _, address in parsed),
         username=username,
         password=password,
-        tls=(tls or _trusting(None)) if True in are_tls else None,
+        tls=(context or _trusting(None)) if True in are_tls else None,
         environ=environ,
     )
 
@@ -74,7 +74,7 @@ def _endpoint(text: str) -> tuple[str, str]:
 
 
 def _tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
-    certificate, key = config.read_pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
+    certificate, key = tls.read_pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
     ca = environ.get("ETCD_AUTH_CA") or None
     if not ca and not certificate:
         return None

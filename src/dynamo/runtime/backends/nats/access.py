@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses, config, errors, tls
+from dynamo.base import addresses, errors, tls
 
 DEFAULT_PORT = 4222
 _SCHEMES = ("nats", "tls")
@@ -43,8 +43,8 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
     if not servers:
         raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
     urls = [_url(server) for server in servers]
-    username, password = config.read_pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
-    tls, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
+    username, password = tls.read_pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
+    context, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
     access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
         addresses=", ".join(
@@ -55,7 +55,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
         token=environ.get("NATS_AUTH_TOKEN") or None,
         nkey_seed=environ.get("NATS_AUTH_NKEY") or None,
         credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
-        tls=tls,
+        tls=context,
         tls_files=tls_files,
     )
     _check_credentials(access)
@@ -97,7 +97,7 @@ def _tls(
     environ: Mapping[str, str], *, is_required: bool
 ) -> tuple[ssl.SSLContext | None, tuple[str, ...]]:
     ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
-    certificate, key = config.read_pair(
+    certificate, key = tls.read_pair(
         environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH"
     )
     if not (is_required or ca or certificate):
