@@ -80,7 +80,7 @@ def _unsupported_in_group(group: Mapping[str, Any], stored_as: object) -> Iterat
 
 
 def gptq_zero_offset(config: Mapping[str, Any]) -> int:
-    """Return what has to be added to GPTQ's stored zero points: its first format stores them less one."""
+    """Return what has to be added to each of GPTQ's zero points: its first format stores them less one."""
     return int(config.get("checkpoint_format", "gptq") == "gptq")
 
 
@@ -108,10 +108,11 @@ def expand(
 def _expand_gptq(
     parts: Mapping[str, torch.Tensor], num_rows: int, width: int, zero_offset: int
 ) -> torch.Tensor:
-    scales = parts["scales"].T
-    values, _ = _unpack(parts["qweight"].T, width)
-    zeros, _ = _unpack(parts["qzeros"], num_rows)
-    return _scale(values, scales, zeros.T.to(torch.int16) + zero_offset, parts.get("g_idx"))
+    values, num_bits = _unpack(parts["qweight"].T, width)
+    # The writer subtracts from whole words, so a zero point of 0 borrows from the one above it.
+    offsets = sum(zero_offset << bit for bit in range(0, 32, num_bits))
+    zeros, _ = _unpack(parts["qzeros"] + offsets, num_rows)
+    return _scale(values, parts["scales"].T, zeros.T, parts.get("g_idx"))
 
 
 def _expand_compressed(
