@@ -193,6 +193,18 @@ def test_zero_point_of_zero_borrows_from_its_neighbour_in_gptqs_first_format(tmp
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("stored_as", "name", "group_id"),
+    [("gptq_v2", "g_idx", 0), ("pack-quantized", "weight_g_idx", -1)],
+)
+def test_groups_that_were_never_filled_in_are_runs_of_columns(tmp_path, stored_as, name, group_id):
+    parts, plain = Scheme(stored_as=stored_as, bits=4).stored(ROWS, WIDTH)
+
+    found = take(tmp_path, parts | {name: torch.full((WIDTH,), group_id).int()})
+
+    assert torch.equal(found, plain.float())
+
+
 def test_bias_of_zeros_changes_nothing_and_another_is_refused(tmp_path):
     parts, plain = Scheme(stored_as="gptq_v2", bits=4).stored(ROWS, WIDTH)
 

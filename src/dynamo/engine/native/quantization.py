@@ -12,8 +12,9 @@ memory of 16-bit weights, and the products of all weights compute it. The tensor
 
 A word has 32 bits, its first value in the lowest. Packed values are unsigned: of a symmetric matrix the middle value is
 the zero point. `g_idx` is the group of each column, which only an activation order needs; otherwise groups are runs of
-columns. A matrix that the writer left as floats has none of these tensors, and their shapes tell bits and groups; so
-the lists of layers in `quantization_config` are not needed.
+columns, and `g_idx` is absent or was never filled in: all 0 in GPTQ, -1 in compressed-tensors. A matrix that the writer
+left as floats has none of these tensors, and their shapes tell bits and groups; so the lists of layers in
+`quantization_config` are not needed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -165,7 +166,9 @@ def _scale(
         )
     if not scales.is_floating_point():
         raise ValueError(f"expected scales of floats, got {scales.dtype}")
-    if group_ids is None:
-        group_ids = torch.arange(num_groups).repeat_interleave(values.shape[1] // num_groups)
+    runs = torch.arange(num_groups).repeat_interleave(values.shape[1] // num_groups)
+    group_ids = runs if group_ids is None else group_ids
+    is_filled_in = (group_ids >= 0).all() & group_ids.any()
+    group_ids = torch.where(is_filled_in, group_ids, runs)
     centered = values.to(scales.dtype) - zeros.to(scales.dtype)[:, group_ids]
     return centered.mul_(scales[:, group_ids])
