@@ -26,6 +26,7 @@ from dynamo.protocols import blocks, model_card
 Network = Callable[[torch.Tensor, attention.PackedTexts], torch.Tensor]
 Shape = config.ModelConfig | model_files.EncoderConfig
 MAX_BATCHED_TOKENS = 8192
+_CLASSIFIER_ENDINGS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 class NativeEmbedder:
@@ -69,8 +70,9 @@ def _failure(message: str, error: Exception) -> errors.EngineFailed:
 
 
 class _EmbeddingFields(msgspec.Struct, frozen=True):
-    """Fields of config.json that only embedding models have."""
+    """Fields of config.json that say how a model embeds."""
 
+    architectures: tuple[str, ...] | None = None
     is_causal: bool = True
     use_bidirectional_attention: bool = False
     is_matryoshka: bool = False
@@ -95,6 +97,7 @@ class TextEmbedding:
             model_files.read_json(model_path / "config.json", _EmbeddingFields)
             or _EmbeddingFields()
         )
+        _refuse_classifier(model_path, fields.architectures or ())
         load = _load_encoder if model_files.is_encoder(model_path) else _load_decoder
         self._network, shape, is_causal = load(model_path, settings)
         torch.set_num_threads(assemble.choose_threads(shape, settings))
@@ -124,6 +127,16 @@ class TextEmbedding:
             vectors = F.normalize(_pool(hidden, rows, self._pooling), dim=-1).cpu()
             packed = {i: _pack(vectors[row], batch[i].dimensions) for row, i in enumerate(order)}
         return [packed[i] for i in range(len(batch))]
+
+
+def _refuse_classifier(model_path: Path, architectures: Sequence[str]) -> None:
+    """Raise ConfigError for a cross-encoder or another model that was trained for what its head says of a text."""
+    name = architectures[0] if architectures else ""
+    if name.endswith(_CLASSIFIER_ENDINGS) and not model_files.is_sentence_transformer(model_path):
+        raise errors.ConfigError(
+            f"{model_path / 'config.json'}: the architecture {name} is not supported, as its vectors alone mean "
+            "nothing; expected a model for embeddings, by whose vectors scores and rankings are computed"
+        )
 
 
 def _load_encoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
