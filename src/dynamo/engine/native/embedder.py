@@ -73,7 +73,6 @@ class _EmbeddingFields(msgspec.Struct, frozen=True):
     """Fields of config.json that say how a model embeds."""
 
     architectures: tuple[str, ...] | None = None
-    is_causal: bool = True
     use_bidirectional_attention: bool = False
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
@@ -101,7 +100,7 @@ class TextEmbedding:
         load = _load_encoder if model_files.is_encoder(model_path) else _load_decoder
         self._network, shape, is_causal = load(model_path, settings)
         torch.set_num_threads(assemble.choose_threads(shape, settings))
-        self._is_causal = is_causal and fields.is_causal and not fields.use_bidirectional_attention
+        self._is_causal = is_causal and not fields.use_bidirectional_attention
         self._pooling = model_files.read_pooling(model_path)
         self._device = settings.device
         self.facts = api.EmbedderFacts(
@@ -163,7 +162,7 @@ def _load_decoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
         token_cos, token_sin = cos[texts.positions], sin[texts.positions]
         return body.norm(body.hidden(token_ids, token_cos, token_sin, texts))
 
-    return _LoadedModel(network, shape, True)
+    return _LoadedModel(network, shape, shape.is_causal)
 
 
 def _open_checkpoint(model_path: Path, shape: Shape, settings: NativeConfig) -> weights.Checkpoint:
