@@ -103,6 +103,16 @@ def test_a_checkpoint_without_its_head_is_read(tmp_path):
     torch.testing.assert_close(found, vectors(TextEmbedding(whole, NativeConfig())))
 
 
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_a_reranker_is_refused_unless_it_is_described_as_a_model_for_embeddings(tmp_path, family):
+    directory = checkpoints.make_classifier(tmp_path, family, "sequence", ["relevance"])
+
+    with pytest.raises(errors.ConfigError, match="ForSequenceClassification is not supported"):
+        TextEmbedding(directory, NativeConfig())
+    describe(directory, {"pooling_mode_mean_tokens": True})
+    assert TextEmbedding(directory, NativeConfig()).facts.vectors.dimensions == 64
+
+
 def test_a_shortened_vector_is_normalized_again(tmp_path):
     directory = checkpoints.make_encoder(tmp_path, "bert", matryoshka_dimensions=[16, 32])
     model = TextEmbedding(directory, NativeConfig())

@@ -405,3 +405,15 @@ def test_blank_is_dropped_only_where_a_text_begins_without_one(model, pattern, t
     guided = generate.GuidedDecoding(regex=pattern)
 
     assert draw_after(model, guided, text, ["Ġcrocodile", "codile"]) == drawn
+
+
+def test_guided_request_that_excludes_all_tokens_is_invalid(model):
+    end = EOS_IDS[0]
+    stop = generate.StopConditions(min_tokens=2, stop_token_ids=(end,))
+    guided = generate.GuidedDecoding(json='{"type": "object"}')
+    model.ask("r", "Hello", guided, stop=stop, allowed_token_ids=(end,))
+
+    fault = model.answers()["r"].end
+
+    assert isinstance(fault, errors.InvalidRequest)
+    assert fault.param == "min_tokens"

@@ -160,11 +160,12 @@ def test_logits_are_those_of_the_expanded_weights(tmp_path, name):
     torch.testing.assert_close(logits, expected_logits(plain, sequence)[-1], rtol=1e-4, atol=2e-4)
 
 
-def take(tmp_path, parts):
+def take(tmp_path, parts, zero_offset=0):
     tensors = {f"x.{suffix}": tensor.contiguous() for suffix, tensor in parts.items()}
     save_file(tensors, tmp_path / FILE)
     with weights.Checkpoint(tmp_path, dtype=torch.float32, device="cpu") as checkpoint:
         checkpoint.add_prefix("model.")
+        checkpoint.gptq_zero_offset = zero_offset
         matrix = checkpoint.take_matrix("model.x", ROWS, WIDTH)
         checkpoint.refuse_rest()
         return matrix
@@ -178,6 +179,30 @@ def test_last_word_of_a_row_may_have_room(bits, number):
 
     assert torch.equal(unpacked.long(), values)
     assert num_bits == bits
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_point_of_zero_borrows_from_its_neighbour_in_gptqs_first_format(tmp_path, bits):
+    parts, _ = Scheme(stored_as="gptq", bits=bits).stored(ROWS, WIDTH)
+    zeros = torch.arange(ROWS).expand(4, ROWS) % 3  # every third one is 0
+    less_one = pack(zeros, bits) - pack(torch.ones_like(zeros), bits)
+
+    found = take(tmp_path, parts | {"qzeros": less_one}, zero_offset=1)
+    expected = take(tmp_path, parts | {"qzeros": pack(zeros, bits)})
+
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "name", "group_id"),
+    [("gptq_v2", "g_idx", 0), ("pack-quantized", "weight_g_idx", -1)],
+)
+def test_groups_that_were_never_filled_in_are_runs_of_columns(tmp_path, stored_as, name, group_id):
+    parts, plain = Scheme(stored_as=stored_as, bits=4).stored(ROWS, WIDTH)
+
+    found = take(tmp_path, parts | {name: torch.full((WIDTH,), group_id).int()})
+
+    assert torch.equal(found, plain.float())
 
 
 def test_bias_of_zeros_changes_nothing_and_another_is_refused(tmp_path):

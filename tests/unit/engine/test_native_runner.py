@@ -129,6 +129,11 @@ def test_tied_output_layer_of_its_own_is_refused(tmp_path):
         make_runner(path)
 
 
+def test_model_whose_tokens_attend_to_later_ones_is_refused(tmp_path):
+    with pytest.raises(errors.ConfigError, match="is_causal false is not supported"):
+        make_runner(make_checkpoint(tmp_path, "qwen2", is_causal=False))
+
+
 def test_tied_output_layer_that_is_stored_as_well_is_accepted(tmp_path):
     path = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
     tensors = safetensors.torch.load_file(path / "model.safetensors")

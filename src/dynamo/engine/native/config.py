@@ -66,6 +66,7 @@ class ModelConfig:
     has_qk_norm: bool
     experts: ExpertsConfig | None = None
     dtype: str  # of the stored weights
+    is_causal: bool = True  # else tokens attend to those after them, too, and the model only embeds
     gptq_zero_offset: int = 0  # to add to the zero points of quantized weights
 
 
@@ -116,6 +117,7 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
         has_qk_norm=family in ("qwen3", "qwen3_moe"),
         experts=_experts(fields) if family == "qwen3_moe" else None,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        is_causal=fields.get("is_causal") is not False,
         gptq_zero_offset=quantization.gptq_zero_offset(fields.get("quantization_config") or {}),
     )
     if config.num_heads % config.num_kv_heads:

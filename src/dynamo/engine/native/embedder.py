@@ -26,6 +26,7 @@ from dynamo.protocols import blocks, model_card
 Network = Callable[[torch.Tensor, attention.PackedTexts], torch.Tensor]
 Shape = config.ModelConfig | model_files.EncoderConfig
 MAX_BATCHED_TOKENS = 8192
+_CLASSIFIER_ENDINGS = ("Classification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 class NativeEmbedder:
@@ -69,9 +70,9 @@ def _failure(message: str, error: Exception) -> errors.EngineFailed:
 
 
 class _EmbeddingFields(msgspec.Struct, frozen=True):
-    """Fields of config.json that only embedding models have."""
+    """Fields of config.json that say how a model embeds."""
 
-    is_causal: bool = True
+    architectures: tuple[str, ...] | None = None
     use_bidirectional_attention: bool = False
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
@@ -95,10 +96,11 @@ class TextEmbedding:
             model_files.read_json(model_path / "config.json", _EmbeddingFields)
             or _EmbeddingFields()
         )
+        _refuse_classifier(model_path, fields.architectures or ())
         load = _load_encoder if model_files.is_encoder(model_path) else _load_decoder
         self._network, shape, is_causal = load(model_path, settings)
         torch.set_num_threads(assemble.choose_threads(shape, settings))
-        self._is_causal = is_causal and fields.is_causal and not fields.use_bidirectional_attention
+        self._is_causal = is_causal and not fields.use_bidirectional_attention
         self._pooling = model_files.read_pooling(model_path)
         self._device = settings.device
         self.facts = api.EmbedderFacts(
@@ -126,6 +128,16 @@ class TextEmbedding:
         return [packed[i] for i in range(len(batch))]
 
 
+def _refuse_classifier(model_path: Path, architectures: Sequence[str]) -> None:
+    """Raise ConfigError for a cross-encoder or another model that was trained for what its head says of a text."""
+    name = architectures[0] if architectures else ""
+    if name.endswith(_CLASSIFIER_ENDINGS) and not model_files.is_sentence_transformer(model_path):
+        raise errors.ConfigError(
+            f"{model_path / 'config.json'}: the architecture {name} is not supported, as its vectors alone mean "
+            "nothing; expected a model for embeddings, by whose vectors scores and rankings are computed"
+        )
+
+
 def _load_encoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
     shape = model_files.read_encoder_config(model_path)
     with _open_checkpoint(model_path, shape, settings) as checkpoint:
@@ -150,7 +162,7 @@ def _load_decoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
         token_cos, token_sin = cos[texts.positions], sin[texts.positions]
         return body.norm(body.hidden(token_ids, token_cos, token_sin, texts))
 
-    return _LoadedModel(network, shape, True)
+    return _LoadedModel(network, shape, shape.is_causal)
 
 
 def _open_checkpoint(model_path: Path, shape: Shape, settings: NativeConfig) -> weights.Checkpoint:

@@ -12,8 +12,9 @@ memory of 16-bit weights, and the products of all weights compute it. The tensor
 
 A word has 32 bits, its first value in the lowest. Packed values are unsigned: of a symmetric matrix the middle value is
 the zero point. `g_idx` is the group of each column, which only an activation order needs; otherwise groups are runs of
-columns. A matrix that the writer left as floats has none of these tensors, and their shapes tell bits and groups; so
-the lists of layers in `quantization_config` are not needed.
+columns, and `g_idx` is absent or was never filled in: all 0 in GPTQ, -1 in compressed-tensors. A matrix that the writer
+left as floats has none of these tensors, and their shapes tell bits and groups; so the lists of layers in
+`quantization_config` are not needed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,7 @@ def _unsupported_in_group(group: Mapping[str, Any], stored_as: object) -> Iterat
 
 
 def gptq_zero_offset(config: Mapping[str, Any]) -> int:
-    """Return what has to be added to GPTQ's stored zero points: its first format stores them less one."""
+    """Return what has to be added to each of GPTQ's zero points: its first format stores them less one."""
     return int(config.get("checkpoint_format", "gptq") == "gptq")
 
 
@@ -108,10 +109,11 @@ def expand(
 def _expand_gptq(
     parts: Mapping[str, torch.Tensor], num_rows: int, width: int, zero_offset: int
 ) -> torch.Tensor:
-    scales = parts["scales"].T
-    values, _ = _unpack(parts["qweight"].T, width)
-    zeros, _ = _unpack(parts["qzeros"], num_rows)
-    return _scale(values, scales, zeros.T.to(torch.int16) + zero_offset, parts.get("g_idx"))
+    values, num_bits = _unpack(parts["qweight"].T, width)
+    # The writer subtracts from whole words, so a zero point of 0 borrows from the one above it.
+    offsets = sum(zero_offset << bit for bit in range(0, 32, num_bits))
+    zeros, _ = _unpack(parts["qzeros"] + offsets, num_rows)
+    return _scale(values, parts["scales"].T, zeros.T, parts.get("g_idx"))
 
 
 def _expand_compressed(
@@ -164,7 +166,9 @@ def _scale(
         )
     if not scales.is_floating_point():
         raise ValueError(f"expected scales of floats, got {scales.dtype}")
-    if group_ids is None:
-        group_ids = torch.arange(num_groups).repeat_interleave(values.shape[1] // num_groups)
+    runs = torch.arange(num_groups).repeat_interleave(values.shape[1] // num_groups)
+    group_ids = runs if group_ids is None else group_ids
+    is_filled_in = (group_ids >= 0).all() & group_ids.any()
+    group_ids = torch.where(is_filled_in, group_ids, runs)
     centered = values.to(scales.dtype) - zeros.to(scales.dtype)[:, group_ids]
     return centered.mul_(scales[:, group_ids])

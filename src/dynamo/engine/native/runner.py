@@ -128,6 +128,10 @@ class Runner:
             torch.set_num_threads(threads)
         check_device(device)
         self.config = configs.read(model_path)
+        if not self.config.is_causal:
+            raise errors.ConfigError(
+                f"{model_path / 'config.json'}: is_causal false is not supported in a model that generates text"
+            )
         kind = resolve_dtype(self.config, dtype, device)
         with weights.Checkpoint(model_path, dtype=kind, device=device) as checkpoint:
             self._decoder = models.Decoder(self.config, checkpoint)

@@ -455,7 +455,7 @@ def apply_guides(
         allowed = logits[rows].masked_fill_(is_banned, -torch.inf)
         masked = logits.index_copy(0, rows, allowed)
     for (i, guide), banned in zip(guides.items(), is_banned, strict=True):
-        if guide.begins_text or guide.spellings:
+        if (guide.begins_text or guide.spellings) and logits[i].amax() > -math.inf:
             _heal(masked[i], logits[i], banned, guide)
     return masked
 
