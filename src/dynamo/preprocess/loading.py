@@ -133,6 +133,7 @@ def load_preprocessor(
             template="\n".join(filter(None, (plain, with_tools))),
         ),
         infill_format=card.runtime_config.infill_format,
+        special_tokens=special_tokens,
     ).with_images(images.ImageInput.of_model(config, card.runtime_config.max_images))
     if not card.runtime_config.supports_thinking_limit:
         preparer = preparer.without_thinking_limits()
