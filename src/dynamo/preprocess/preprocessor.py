@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -60,13 +60,12 @@ class Preprocessor:
         defaults: options.GenerationDefaults,
         answer_format: formats.AnswerFormat,
         infill_format: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self.text = detokenize.TextDecoder(tokenizer)
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
         self.infill_format = infill_format
-        self.special_tokens = special_tokens or {}  # by the names of `tokenizer_config.json`
+        self.special_tokens = tokenizer.special_tokens
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template
