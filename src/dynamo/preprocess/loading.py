@@ -96,7 +96,6 @@ def load_preprocessor(
             f"model {card.display_name!r}: expected a tokenizer.json among its files; "
             "transformers' save_pretrained writes one"
         )
-    tokenizer = tokenize.Tokenizer(definition, tokenizer_options, cache_observer=cache_observer)
     config = files.read_json("config.json")
     generation_config = files.read_json("generation_config.json")
     tokenizer_config = files.read_json("tokenizer_config.json")
@@ -109,6 +108,12 @@ def load_preprocessor(
     with_tools = files.read_text("additional_chat_templates/tool_use.jinja") or with_tools
     older = files.read_json("special_tokens_map.json")  # where older models have them
     special_tokens = _special_tokens(older) | _special_tokens(tokenizer_config)
+    tokenizer = tokenize.Tokenizer(
+        definition,
+        tokenizer_options,
+        special_tokens=special_tokens,
+        cache_observer=cache_observer,
+    )
     chat_template = None
     if plain:
         chat_template = template.ChatTemplate(

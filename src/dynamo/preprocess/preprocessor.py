@@ -65,6 +65,7 @@ class Preprocessor:
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
         self.infill_format = infill_format
+        self.special_tokens = tokenizer.special_tokens
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template

@@ -243,14 +243,19 @@ class Tokenizer:
         definition: bytes,
         options: TokenizerOptions = DEFAULT_OPTIONS,
         *,
+        special_tokens: Mapping[str, str] | None = None,
         cache_observer: CacheObserver = NoCacheObserver(),  # noqa: B008 (it has no state)
     ) -> None:
-        """`definition` is the content of tokenizer.json. Raises ConfigError."""
+        """`definition` is the content of tokenizer.json. Raises ConfigError.
+
+        `special_tokens` are texts by the names that tokenizer_config.json has for them, such as `eos_token`.
+        """
         try:
             text = definition.decode()
             parts = msgspec.json.decode(definition, type=_Definition)
         except (UnicodeDecodeError, msgspec.DecodeError) as error:
             raise errors.ConfigError(f"tokenizer.json: expected a JSON object: {error}") from error
+        self.special_tokens = special_tokens or {}
         self.cache_observer = cache_observer
         self._threads = futures.ThreadPoolExecutor(MAX_THREADS, "tokenizer")
         self.decoder_definition = parts.decoder or {}  # how tokens become text

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from frontend_rig import events, outputs
+from frontend_rig import EOS, events, outputs
 
 from dynamo.frontend.apis import completions
 from dynamo.protocols import generate, model_card
@@ -43,6 +43,31 @@ def one_token(call, request):
         )
     )
     call.finish()
+
+
+def end_token(call, request):
+    """The same, but its first token is the one that ends the text."""
+    told = (generate.TokenLogprobs(-2.0),) * (request.prompt_len - 1)
+    ending = generate.Output(
+        (EOS,),
+        generate.FinishReason.EOS,
+        logprobs=(generate.TokenLogprobs(-0.25),),
+        prompt_logprobs=told,
+    )
+    call.send(ending)
+    call.finish()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_end_token_has_a_log_probability_behind_the_prompt(rig, stream):
+    rig.one.script = end_token
+    answer = await rig.complete([97, 98], echo=True, logprobs=1, max_tokens=1, stream=stream)
+    choice = (events(answer.text)[0] if stream else answer.json())["choices"][0]
+
+    assert choice["text"] == "ab"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<end>"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -0.25]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
 async def test_echoed_prompt_has_logprobs(rig):

@@ -48,7 +48,7 @@ async def test_whole_message_has_all_fields(rig):
         "type": "message",
         "role": "assistant",
         "model": "m",
-        "content": [{"type": "text", "text": "hello", "citations": None}],
+        "content": [{"type": "text", "text": "hello", "citations": []}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "stop_details": None,
@@ -91,7 +91,7 @@ async def test_message_stream_is_exact_to_the_byte(rig):
         '"server_tool_use":null,"cache_creation":null,"service_tier":"standard",'
         '"inference_geo":null}}}\n\n'
         'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
-        '"content_block":{"type":"text","text":"","citations":null}}\n\n'
+        '"content_block":{"type":"text","text":"","citations":[]}}\n\n'
         + start + '"a"}}\n\n' + start + '"\\""}}\n\n' + start + '"b"}}\n\n'
         'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
         'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"max_tokens",'

@@ -1,5 +1,7 @@
 """Tokenize, detokenize: vLLM's shapes."""
 
+import json
+import shutil
 import threading
 
 import pytest
@@ -52,6 +54,32 @@ async def test_detokenize_includes_special_tokens(rig):
     answer = await rig.client.post("/detokenize", json={"model": "m", "tokens": [104, 105, 256]})
 
     assert answer.json() == {"prompt": "hi<end>"}
+
+
+async def test_tokenizer_info_has_the_special_tokens_and_the_chat_template(bare, tmp_path):
+    bare.model_dir = shutil.copytree(bare.model_dir, tmp_path / "model")
+    config = {"chat_template": "Hi", "eos_token": {"content": "<end>"}}
+    (bare.model_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    await bare.start()
+    await bare.worker()
+    info = (await bare.client.get("/tokenizer_info")).json()
+
+    assert info == {
+        "bos_token": None,
+        "eos_token": "<end>",
+        "pad_token": None,
+        "unk_token": None,
+        "chat_template": "Hi",
+    }
+
+
+async def test_tokenizer_info_needs_the_name_of_one_of_two_models(rig):
+    await rig.worker("other")
+    unnamed = await rig.client.get("/tokenizer_info")
+    named = await rig.client.get("/tokenizer_info?model=other")
+    unknown = await rig.client.get("/tokenizer_info?model=q")
+
+    assert (unnamed.status_code, named.status_code, unknown.status_code) == (400, 200, 404)
 
 
 async def test_model_is_optional_if_only_one_is_served(rig):

@@ -40,6 +40,20 @@ async def test_whole_chat_has_the_ids_of_its_tokens(rig):
     assert bytes(body["prompt_token_ids"]) == PROMPT
 
 
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_each_returned_token_id_has_a_log_probability(rig, path):
+    tokens = (generate.TokenLogprobs(-0.5), generate.TokenLogprobs(-1.0))
+    rig.one.script = [generate.Output((120, EOS), generate.FinishReason.EOS, logprobs=tokens)]
+    if path == "chat":
+        answer = await rig.chat(return_token_ids=True, logprobs=True)
+    else:
+        answer = await rig.complete("ab", return_token_ids=True, logprobs=0)
+    (choice,) = answer.json()["choices"]
+    rows = choice["logprobs"].get("content") or choice["logprobs"]["token_logprobs"]
+
+    assert len(rows) == len(choice["token_ids"]) == 2
+
+
 async def test_whole_completion_has_the_ids_of_its_tokens(rig):
     rig.one.script = [*outputs("xy", "eos"), *outputs("z", "eos", index=1)]
     rows = (await rig.complete("ab", n=2, return_token_ids=True)).json()["choices"]

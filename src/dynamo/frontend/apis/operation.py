@@ -187,7 +187,7 @@ class RequestHandlers:
         """
 
         async def find_and_answer(client: exchange.Exchange, decoded: M) -> Any:
-            return await answer(decoded, await self._find_or_wait(client, decoded.model))
+            return await answer(decoded, await self.find_or_wait(client, decoded.model))
 
         return self._compute(decode, find_and_answer, dialect)
 
@@ -210,7 +210,7 @@ class RequestHandlers:
 
         return add_request_id(handle)
 
-    async def _find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
+    async def find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
         """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
         name = None if name is None else self.default_of(client, name)
         is_expected = self.pipeline.worker_wait.is_expected

@@ -1,4 +1,4 @@
-"""vLLM's `POST /tokenize` and `/detokenize`: the tokens of a text or conversation, and the text of tokens.
+"""vLLM's `POST /tokenize`, `/detokenize`, `GET /tokenizer_info`: the tokens of texts, and the text of tokens.
 
 Token counts equal those in the usage of an answer, because both come from the one preprocessor.
 """
@@ -6,16 +6,25 @@ Token counts equal those in the usage of an answer, because both come from the o
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.operation import READ_ERRORS, Operation, Operations, RequestHandlers
+from dynamo.frontend.apis import error_dialects, openapi
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    READ_ERRORS,
+    Operation,
+    Operations,
+    RequestHandlers,
+    add_request_id,
+)
+from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation, inputs
 from dynamo.protocols import blocks
-from dynamo.runtime.http import json_body
+from dynamo.runtime.http import exchange, json_body
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +102,17 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs beside the tokens, to write prompts of conversations by itself; null: the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _decode_tokenize = json_body.RequestDecoder(TokenizeRequest).decode
 _decode_detokenize = json_body.RequestDecoder(DetokenizeRequest).decode
 
@@ -121,6 +141,13 @@ async def tokenize(request: TokenizeRequest, model: RegisteredModel) -> Tokenize
 async def detokenize(request: DetokenizeRequest, model: RegisteredModel) -> DetokenizeAnswer:
     """Return the text of tokens. Raises RequestError."""
     return DetokenizeAnswer(prompt=model.preparer.detokenize_ids(request.tokens))
+
+
+def show_tokenizer(model: RegisteredModel) -> TokenizerInfo:
+    """Return the special tokens and the chat template of a model. Raises RequestError."""
+    preparer = model.preparer
+    tokens = {name: preparer.special_tokens.get(name) for name in _SPECIAL_TOKENS}
+    return TokenizerInfo(**tokens, chat_template=preparer.template_source or None)
 
 
 async def count_tokens(conversation: inputs.Conversation, model: RegisteredModel) -> int:
@@ -165,4 +192,23 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
         answer=DetokenizeAnswer,
         example={"tokens": [1, 2, 3]},
     )(handlers.compute_by_model(_decode_detokenize, detokenize))
+
+    @api.get(
+        "/tokenizer_info",
+        "The special tokens and the chat template of a model",
+        wrap=add_request_id,
+        answer=TokenizerInfo,
+        errors=(400, *ACCESS_ERRORS, 404, 503),
+    )
+    async def show(client: exchange.Exchange) -> None:
+        if not handlers.accept(client, error_dialects.OPENAI):
+            return
+        name = dict(parse_qsl(client.request.query)).get("model")
+        try:
+            info = show_tokenizer(await handlers.find_or_wait(client, name))
+        except errors.DynamoError as error:
+            delivery.respond_error(client, error, error_dialects.OPENAI)
+        else:
+            client.respond(200, sse.encode(info))
+
     return api.entries

@@ -46,10 +46,14 @@ ReadResult = tuple[str, list[TokenReport] | None]
 
 
 class LogprobReporter:
-    """Reports the log probability of each token together with its text, so that a stop string's tokens stay hidden."""
+    """Reports the log probability of each token together with its text, so that a stop string's tokens stay hidden.
 
-    def __init__(self, text: detokenize.ChoiceText) -> None:
+    With `reports_end` the token that ended the choice is reported too, though it has no text.
+    """
+
+    def __init__(self, text: detokenize.ChoiceText, *, reports_end: bool) -> None:
         self._text = text
+        self._reports_end = reports_end
         self._pending: list[tuple[TokenReport, int]] = []  # with the end of the token's text
         self._num_read = 0  # characters of all tokens so far
         self._num_sent = 0  # characters that were returned
@@ -74,7 +78,7 @@ class LogprobReporter:
         text = self._text.push(step)
         self._num_sent += len(text)
         start, self._num_read = self._num_read, self._num_sent + self._text.num_held
-        if step.logprobs:
+        if step.logprobs and (self._reports_end or step.finish_reason is None):
             self._sum += step.logprobs[0].logprob
             self._num_tokens += 1
             report = TokenReport(step.token_ids[0], step.logprobs[0], start)
@@ -101,7 +105,10 @@ def split_tokens(output: generate.Output) -> Iterator[generate.Output]:
         yield generate.Output((token_id,), logprobs=logprobs)
     if output.finish_reason is not None:
         yield generate.Output(
-            output.token_ids[len(visible) :], output.finish_reason, stop_reason=output.stop_reason
+            output.token_ids[len(visible) :],
+            output.finish_reason,
+            stop_reason=output.stop_reason,
+            logprobs=(output.logprobs or ())[len(visible) :],
         )
 
 
@@ -122,12 +129,19 @@ class Choice:
         "token_ids",
     )
 
-    def __init__(self, index: int, text: detokenize.ChoiceText, *, has_logprobs: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        text: detokenize.ChoiceText,
+        *,
+        has_logprobs: bool,
+        reports_end: bool = False,
+    ) -> None:
         self.index = index
         self.token_ids: list[int] | None = None  # not sent yet; None: the client wants none
         self.text = text
         self.push = text.push
-        self.reporter = LogprobReporter(text) if has_logprobs else None
+        self.reporter = LogprobReporter(text, reports_end=reports_end) if has_logprobs else None
         self.finish_reason: generate.FinishReason | None = None
         self.is_settled = False  # it is over, and its delivery has taken account of that
         self.stop_token: int | str | None = None  # of the request, by which the engine ended it
@@ -208,9 +222,10 @@ class ParsedChoice(Choice):
         *,
         has_logprobs: bool,
         is_single_call: bool,
+        reports_end: bool = False,
         stops_in_thoughts: bool = True,
     ) -> None:
-        super().__init__(index, text, has_logprobs=has_logprobs)
+        super().__init__(index, text, has_logprobs=has_logprobs, reports_end=reports_end)
         self._parsers = parsers
         self._parser: parser.Parser | None = None  # created when text needs one
         self._stops_in_thoughts = stops_in_thoughts
@@ -371,7 +386,7 @@ class EchoedChoice(Choice):
         has_logprobs: bool,
         is_scored: bool,
     ) -> None:
-        super().__init__(index, text, has_logprobs=has_logprobs)
+        super().__init__(index, text, has_logprobs=has_logprobs, reports_end=True)
         self._prompt = prompt
         self._is_scored = is_scored
         self._has_begun = False

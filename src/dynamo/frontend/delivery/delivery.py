@@ -109,6 +109,9 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
     ) -> choices.Choice:
         """Return a new choice of this prompt, which it repeats if `echoed` is given."""
         has_logprobs = prompt.request.output_options.logprobs is not None
+        # as vLLM; OpenAI's chats leave the end token out
+        is_chat = isinstance(self.request, inputs.Conversation)
+        reports_end = bool(self.request.return_token_ids) or not is_chat
         parsers = None if echoed is not None else prompt.parsers
         text = self.preparer.make_answer_text(
             prompt.request, self.request, shows_marks=parsers is not None
@@ -118,13 +121,14 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
                 number, text, echoed, has_logprobs=has_logprobs, is_scored=self.request.is_scored
             )
         if parsers is None:
-            return choices.Choice(number, text, has_logprobs=has_logprobs)
+            return choices.Choice(number, text, has_logprobs=has_logprobs, reports_end=reports_end)
         return choices.ParsedChoice(
             number,
             text,
             parsers,
             has_logprobs=has_logprobs,
             is_single_call=prompt.is_single_call,
+            reports_end=reports_end,
             stops_in_thoughts=self.request.stops_in_thoughts,
         )
 

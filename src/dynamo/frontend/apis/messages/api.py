@@ -231,7 +231,7 @@ def _block(piece: choices.Piece) -> dict[str, Any]:
 def _empty_block(piece: choices.Piece) -> dict[str, Any]:
     """Return the block of this piece as it starts in a stream."""
     if isinstance(piece, str):
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": "", "citations": []}
     if isinstance(piece, choices.Call):
         return {
             "type": "tool_use",
