@@ -10,17 +10,18 @@ import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-
-import httpx
 
 from benchmarks import fleet as fleets
 
 NUM_TOKENS = 60
 HUNG_S = 30.0
+SILENT_S = 10.0  # in which an answer moves to another worker, and a stopped frontend is back
 NUM_ATTEMPTS = 100
 PAUSE_S = 0.1
 CHECK_S = 0.5
+BROKEN = (OSError, EOFError)
 OUTCOMES = ("right", "failed", "cut", "corrupt", "hung")
 
 
@@ -32,11 +33,22 @@ class Answer:
     completion_tokens: int = 0
     error: str | None = None
     is_cut: bool = False  # in the middle, by the death of its frontend
+    sent_at: float | None = None  # to the frontend that was asked last
+    ended_at: float = 0.0  # if it hung
     times: list[float] = field(default_factory=list)  # at which a piece came
 
     @property
     def longest_pause_s(self) -> float:
         return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
+
+    def describe_wait(self) -> str:
+        """Return what an answer that hung had waited for at last: to be sent by us, or for a piece of its frontend."""
+        if self.sent_at is None:
+            return "never sent, because the clients were late"
+        silent_s = self.ended_at - (self.times[-1] if self.times else self.sent_at)
+        length = "more" if silent_s > SILENT_S else "less"
+        begun = "the next" if self.times else "the first"
+        return f"{length} than {SILENT_S:g} s for {begun} piece"
 
 
 @dataclass
@@ -47,12 +59,15 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     pauses_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
+    hung: Counter[str] = field(default_factory=Counter)  # by what they waited for
 
     def count(self, question: str, answer: Answer) -> None:
         self.pauses_s.append(answer.longest_pause_s)
         self.outcomes[self._outcome(question, answer)] += 1
         if answer.error:
             self.errors[answer.error[:60]] += 1
+        if answer.error == "hung":
+            self.hung[answer.describe_wait()] += 1
 
     def _outcome(self, question: str, answer: Answer) -> str:
         expected = self.expected[question]
@@ -65,14 +80,49 @@ class Tally:
         return "right" if (answer.text, answer.completion_tokens) == same else "corrupt"
 
 
+class Connection:
+    """A kept connection to a frontend, by plain HTTP/1.1: a client of httpx takes three times the processor time.
+
+    On a busy machine that client was what is late, and its answers seemed to hang. Raises OSError or EOFError where
+    the connection breaks.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._is_chunked, self._length = False, 0
+
+    async def send(self, request: dict[str, object]) -> int:
+        """Send a request for a chat; return the status of the answer, whose body is still to be read."""
+        data = json.dumps(request).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        first, *fields = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(field.split(": ", 1) for field in fields if field)
+        self._is_chunked = headers.get("transfer-encoding") == "chunked"
+        self._length = int(headers.get("content-length", 0))
+        return int(first.split()[1])
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Iterate over the pieces of the body as they come, until it is complete."""
+        if not self._is_chunked:
+            yield await self._reader.readexactly(self._length)
+            return
+        while size := int((await self._reader.readuntil(b"\r\n")), 16):
+            yield (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readexactly(2)
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
 class Balancer:
     """Asks the frontends in turn, those that are healthy."""
 
-    def __init__(self, client: httpx.AsyncClient, frontends: list[fleets.Process]) -> None:
-        self.client = client
+    def __init__(self, frontends: list[fleets.Process]) -> None:
         self._frontends = frontends
         self._healthy = list(frontends)
         self._turn = itertools.count()
+        self._idle: dict[str, list[Connection]] = {one.url: [] for one in frontends}
         self.num_again = 0
 
     async def check(self) -> None:
@@ -93,6 +143,11 @@ class Balancer:
         if frontend in self._healthy:
             self._healthy.remove(frontend)
 
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        for connection in itertools.chain.from_iterable(self._idle.values()):
+            connection.close()
+
     async def ask(self, question: str, num_tokens: int = NUM_TOKENS) -> Answer:
         """One streamed answer, however it ends."""
         answer = Answer()
@@ -106,6 +161,7 @@ class Balancer:
                 answer.error = f"not taken in {NUM_ATTEMPTS} attempts"
         except TimeoutError:
             answer.error = "hung"
+            answer.ended_at = time.monotonic()
         return answer
 
     async def _is_taken(self, question: str, num_tokens: int, answer: Answer) -> bool:
@@ -113,23 +169,32 @@ class Balancer:
         if not self._healthy:
             return False
         frontend = self._healthy[next(self._turn) % len(self._healthy)]
-        began_at = time.monotonic()
-        request = self.client.build_request(
-            "POST", f"{frontend.url}/v1/chat/completions", json=body(question, num_tokens)
-        )
+        began_at, connection, status = time.monotonic(), None, 0
         try:
-            response = await self.client.send(request, stream=True)
-        except httpx.TransportError:
-            self._leave_out(frontend)
-            return False
-        try:
-            return await _read_all(response, answer)
-        except httpx.TransportError as error:
+            connection = await self._connect(frontend.url)
+            answer.sent_at = time.monotonic()
+            status = await connection.send(body(question, num_tokens))
+            is_taken = await _read_all(status, connection.pieces(), answer)
+        except (*BROKEN, asyncio.CancelledError) as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if not status:
+                answer.sent_at = None
+                self._leave_out(frontend)
+                return False
             answer.is_cut = frontend.ended_at > began_at
             answer.error = type(error).__name__
             return True
-        finally:
-            await response.aclose()
+        self._idle[frontend.url].append(connection)
+        return is_taken
+
+    async def _connect(self, url: str) -> Connection:
+        if self._idle[url]:
+            return self._idle[url].pop()
+        host, _, port = url.removeprefix("http://").partition(":")
+        return Connection(*await asyncio.open_connection(host, int(port)))
 
 
 def body(question: str, num_tokens: int) -> dict[str, object]:
@@ -144,21 +209,23 @@ def body(question: str, num_tokens: int) -> dict[str, object]:
     }
 
 
-async def _read_all(response: httpx.Response, answer: Answer) -> bool:
+async def _read_all(status: int, pieces: AsyncIterator[bytes], answer: Answer) -> bool:
     """False: the frontend is leaving, and has begun nothing."""
-    if response.status_code != 200:
-        said = (await response.aread()).decode()
-        answer.error = f"{response.status_code}: {said[:200]}"
+    if status != 200:
+        said = b"".join([piece async for piece in pieces]).decode()
+        answer.error = f"{status}: {said[:200]}"
         if "shutting down" in said:
             answer.error = None
             return False
         return True
-    last = ""
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            _read(json.loads(line[6:]), answer)
-        last = line or last
-    if answer.error is None and last != "data: [DONE]":
+    last, rest = b"", b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                _read(json.loads(line[6:]), answer)
+            last = line or last
+    if answer.error is None and last != b"data: [DONE]":
         answer.error = "the stream did not end"
     return True
 

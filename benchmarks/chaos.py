@@ -56,14 +56,13 @@ async def load(
 @contextlib.asynccontextmanager
 async def balanced(fleet: fleets.Fleet) -> AsyncIterator[clients.Balancer]:
     """Who asks this fleet."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-        balancer = clients.Balancer(client, fleet.frontends)
-        checking = asyncio.ensure_future(balancer.check())
-        try:
-            yield balancer
-        finally:
-            checking.cancel()
+    balancer = clients.Balancer(fleet.frontends)
+    checking = asyncio.ensure_future(balancer.check())
+    try:
+        yield balancer
+    finally:
+        checking.cancel()
+        balancer.close()
 
 
 class Stalls:
@@ -126,6 +125,7 @@ def _told(tally: clients.Tally, chaos: chaos_faults.Chaos) -> dict[str, object]:
         **{f"  {name}": number for name, number in sorted(chaos.faults.items())},
         "requests": tally.outcomes.total(),
         **{f"  {name}": tally.outcomes[name] for name in clients.OUTCOMES},
+        **{f"    {wait}": number for wait, number in sorted(tally.hung.items())},
         "needless 503s": num_refused(tally),
         "errors": dict(tally.errors),
         "longest pause, median / p99 / max s": _spread(tally.pauses_s),

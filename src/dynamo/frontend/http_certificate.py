@@ -2,7 +2,7 @@
 
 import ssl
 
-from dynamo.base import clock, errors, tls
+from dynamo.base import clock, errors, membership, tls
 from dynamo.frontend import config
 from dynamo.runtime import credentials
 
@@ -17,6 +17,9 @@ class HttpCertificate:
         self._settings = settings
         self.tls: ssl.SSLContext | None = None
         self._expiry: credentials.CertificateExpiry | None = None
+        paths = (settings.tls_cert_path, settings.tls_key_path, settings.tls_client_ca_cert_path)
+        self._paths = [path for path in paths if path]
+        self._stamp = membership.stamp_files(self._paths)  # before they are read
         if settings.tls_cert_path is not None:
             self.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self._load(self.tls)
@@ -26,12 +29,12 @@ class HttpCertificate:
 
     async def follow(self, pause: clock.Clock) -> None:
         """Read the files again when they change, for connections that begin then, until cancelled."""
-        tls, settings = self.tls, self._settings
+        tls, paths = self.tls, self._paths
         if tls is None:
             return
-        paths = (settings.tls_cert_path, settings.tls_key_path, settings.tls_client_ca_cert_path)
-        present = [path for path in paths if path]
-        await credentials.follow_files(_NAME, present, lambda: self._load(tls), pause, self._expiry)
+        await credentials.follow_files(
+            _NAME, paths, lambda: self._load(tls), pause, self._expiry, stamp=self._stamp
+        )
 
     def _load(self, context: ssl.SSLContext) -> None:
         settings = self._settings

@@ -243,13 +243,18 @@ class ChatTemplate:
 
 
 async def _run_in_turn(turn: asyncio.Lock, work: Callable[[], T]) -> T:
-    """Return the result of work in a thread. Its turn ends with the work, also if the caller is cancelled."""
+    """Return the result of work in a thread. Its turn ends with the work, also if the caller is cancelled.
+
+    Raises Unavailable if there is no thread: no template and no request is to blame for it.
+    """
     await turn.acquire()
     try:
         running = _start_in_thread(work)
-    except RuntimeError:  # there is no thread
+    except RuntimeError as error:
         turn.release()
-        raise
+        raise errors.Unavailable(
+            f"a chat template needs a thread ({error}): allow this process more of them (ulimit -u, pids.max)"
+        ) from error
     running.add_done_callback(lambda _: turn.release())
     return await asyncio.shield(running)
 

@@ -241,12 +241,16 @@ async def follow_files(
     read_again: Callable[[], None],
     pause: clock.Clock,
     expiry: CertificateExpiry | None = None,
+    *,
+    stamp: object,
 ) -> None:
     """Call `read_again` when one of these files has changed, until cancelled.
 
-    It raises ConfigError for files that cannot be used, as between the writing of two; then it is called again.
+    `stamp` is that of the files before they were read first (`membership.stamp_files`): they may have changed since.
+    `read_again` raises ConfigError for files that cannot be used, as between the writing of two; then it is called
+    again.
     """
-    stamp, problem = membership.stamp_files(paths), ""
+    problem = ""
     while True:
         await pause.sleep(membership.CHECK_S)
         latest = membership.stamp_files(paths)

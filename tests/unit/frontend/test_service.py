@@ -10,11 +10,13 @@ import pytest
 from frontend_rig import outputs
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
-from dynamo.frontend import config, service
+from dynamo.base import errors, membership
+from dynamo.frontend import config, http_certificate, service
+from dynamo.observability import metrics
 from dynamo.protocols import generate
 from dynamo.router import config as router_config
-from dynamo.runtime import component
+from dynamo.runtime import component, credentials
+from dynamo.testing import clock as virtual
 from waiting import PATIENT_S, until
 
 
@@ -172,6 +174,25 @@ async def test_only_clients_with_a_signed_certificate_may_connect(bare, certific
 async def test_unreadable_certificate_authority_is_a_config_error(bare, certificates):
     with pytest.raises(errors.ConfigError, match="--tls-client-ca-cert-path"):
         await bare.start(**with_certificates(certificates, "missing.pem"))
+
+
+async def test_certificate_that_changes_before_it_is_watched_is_read_again(
+    certificates, tmp_path, caplog
+):
+    """As while the process waits for etcd at its start."""
+    caplog.set_level("INFO")
+    used = [shutil.copy(certificates / f"server.{kind}", tmp_path) for kind in ("pem", "key")]
+    settings = config.FrontendConfig(tls_cert_path=used[0], tls_key_path=used[1])
+    expiries = credentials.ExpiryMetric(metrics.Registry("test"))
+    certificate = http_certificate.HttpCertificate(settings, expiries)
+    for path in used:
+        shutil.copy(certificates / f"client.{path[-3:]}", path)
+    time = virtual.VirtualClock()
+    following = asyncio.create_task(certificate.follow(time))
+    await time.advance(2 * membership.CHECK_S)
+    following.cancel()
+
+    assert "read the certificate of the HTTP server again" in caplog.text
 
 
 async def test_certificate_stays_while_the_next_one_does_not_fit_its_key(

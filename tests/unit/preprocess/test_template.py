@@ -375,6 +375,19 @@ async def test_one_template_of_a_request_at_a_time_is_rendered_even_if_requests_
     assert await asyncio.gather(*tasks[1:]) == ["prompt", "prompt"]
 
 
+async def test_host_without_a_thread_for_a_template_is_no_fault_of_the_request(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    other = await chat_templates.compiled("").replaced_by("{{ 7 }}")
+    with monkeypatch.context() as host:
+        host.setattr(threading.Thread, "start", start)
+        with pytest.raises(errors.Unavailable, match=r"start new thread.*ulimit -u"):
+            await other.render([])
+
+    assert await other.render([]) == "7"
+
+
 async def test_event_loop_goes_on_while_a_template_takes_long():
     looping = asyncio.create_task(chat_templates.compiled(LOOPS.replace("xx", "")).render([]))
     num_turns = 0

@@ -208,6 +208,34 @@ async def test_process_that_is_late_again_and_again_does_not_drop_its_peers(watc
     assert not own.is_lost
 
 
+@pytest.mark.parametrize("is_heard", [False, True], ids=["silent", "without an answer"])
+async def test_process_that_is_always_late_gives_up_a_peer_in_the_end(watched, is_heard):
+    own, _, time = watched
+    own.expect_answer()
+    num_ticks = 0
+    while not own.is_lost and num_ticks < 1000:
+        num_ticks += 1
+        if is_heard:
+            own.data_received(wire.encode(wire.Pong(1)))
+        time.stand_still(0.6)
+        await time.advance(0.5)
+
+    assert num_ticks == frame_connection.LATE_TICKS + frame_connection.TICKS
+
+
+async def test_living_peer_of_a_process_that_is_always_late_is_kept(watched):
+    own, _, time = watched
+    for number in range(200):
+        if number % 20 == 0:
+            own.expect_answer()
+            own.data_received(wire.encode(wire.Pong(1)))
+            own.note_answer(is_last=True)
+        time.stand_still(0.6)
+        await time.advance(0.5)
+
+    assert not own.is_lost
+
+
 async def test_peer_that_does_not_answer_is_dropped_though_it_is_heard(watched):
     own, end, time = watched
     own.expect_answer()

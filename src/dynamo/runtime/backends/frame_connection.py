@@ -5,6 +5,8 @@ A `FrameConnection` belongs to one handler, which knows what the frames mean: `c
 
 Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process that stood still itself
 reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
+It does so `LATE_TICKS` times: where each tick is late, a peer that never comes back is given up as well, within ten
+times the limit and some.
 Only a connection with open streams, or that waits for an answer, is watched; the client speaks at least every second
 tick, and after a pause at once, so that each side hears from a living peer. Items of other streams prove nothing for a
 request that was just sent: where long packets vanish in one direction, it never arrives, though the other direction
@@ -35,6 +37,7 @@ from dynamo.runtime import authentication, requests
 _log = logging.getLogger(__name__)
 TICKS = 6  # of the timer, until a silent peer counts as broken
 EARLY_TICKS = 4  # if all streams are opened with `gives_up_early`
+LATE_TICKS = 30  # that count nothing until the peer is heard again; each is two long at least
 CALLER_PATIENCE = 5  # times as long a server waits for a silent client
 QUIET_TICKS = 2  # until the handler is asked to send something
 CLOSE_S = 1.0  # how long the last bytes may take
@@ -124,6 +127,7 @@ class FrameConnection(asyncio.Protocol):
         self._tick_due_at = 0.0
         self._silent_ticks = 0  # that came in time since the peer was heard
         self._unanswered_ticks: int | None = None  # since its last answer; None: it owes none
+        self._late_ticks = 0  # since the peer was heard, or since its last answer if it owes one
         self._mute_ticks = 0  # since this side sent something
         self._waiting_bytes = 0  # at the last tick: sent, but not taken by the peer's host
         self._new_bytes = 0  # sent since that tick; what waits beside these is older
@@ -151,6 +155,7 @@ class FrameConnection(asyncio.Protocol):
     def note_answer(self, *, is_last: bool) -> None:
         """Take note of an answer; `is_last`: the peer owes no other."""
         self._unanswered_ticks = None if is_last else 0
+        self._late_ticks = 0
 
     def write(self, data: bytes) -> None:
         """Send encoded frames, all of one turn of the event loop in one system call, which is what costs.
@@ -219,6 +224,8 @@ class FrameConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.traffic.received.value += len(data)
         self._silent_ticks = 0
+        if self._unanswered_ticks is None:
+            self._late_ticks = 0
         if self._timer is None:
             self._schedule_tick()
         try:
@@ -256,7 +263,7 @@ class FrameConnection(asyncio.Protocol):
     def _tick(self) -> None:
         is_late = self.clock.now() - self._tick_due_at > self.limits.silence_s / TICKS
         if not self._handler.num_streams and self._unanswered_ticks is None:
-            self._silent_ticks = self._mute_ticks = self._waiting_bytes = 0
+            self._silent_ticks = self._mute_ticks = self._late_ticks = self._waiting_bytes = 0
             self._timer = None  # the next frame, in either direction, starts it again
             return
         self._schedule_tick()
@@ -264,7 +271,9 @@ class FrameConnection(asyncio.Protocol):
         num_before, self._waiting_bytes = self._waiting_bytes, count_waiting_bytes(self._transport)
         is_slowly_taken = 0 < self._waiting_bytes - self._new_bytes < num_before
         self._new_bytes = 0
-        is_counted = not is_late and not is_slowly_taken
+        self._late_ticks += is_late
+        is_excused = is_late and self._late_ticks <= LATE_TICKS
+        is_counted = not is_excused and not is_slowly_taken
         self._silent_ticks = self._silent_ticks + 1 if is_counted else 0
         if self._unanswered_ticks is not None:
             self._unanswered_ticks = self._unanswered_ticks + 1 if is_counted else 0

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses, errors, tls
+from dynamo.base import addresses, errors, membership, tls
 
 DEFAULT_PORT = 4222
 _SCHEMES = ("nats", "tls")
@@ -28,6 +28,7 @@ class NatsAccess:
     credentials_file: str | None = None
     tls: ssl.SSLContext | None = None
     tls_files: tuple[str, ...] = ()  # the authority; the certificate and key, if there are any
+    tls_stamp: object = None  # of these files before they were read
 
     def load_tls(self) -> None:
         """Read the files of TLS, for connections that begin from now on. Raises ConfigError."""
@@ -44,7 +45,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
         raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
     urls = [_url(server) for server in servers]
     username, password = tls.read_pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
-    context, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
+    context, tls_files, tls_stamp = _tls(environ, any(url.scheme == "tls" for url in urls))
     access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
         addresses=", ".join(
@@ -57,6 +58,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
         credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
         tls=context,
         tls_files=tls_files,
+        tls_stamp=tls_stamp,
     )
     _check_credentials(access)
     return access
@@ -94,20 +96,21 @@ def _check_credentials(access: NatsAccess) -> None:
 
 
 def _tls(
-    environ: Mapping[str, str], *, is_required: bool
-) -> tuple[ssl.SSLContext | None, tuple[str, ...]]:
+    environ: Mapping[str, str], is_required: bool
+) -> tuple[ssl.SSLContext | None, tuple[str, ...], object]:
     ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
     certificate, key = tls.read_pair(
         environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH"
     )
     if not (is_required or ca or certificate):
-        return None, ()
+        return None, (), None
     files = (ca or "", certificate or "", key or "")
+    stamp = membership.stamp_files(files)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is None:
         context.load_default_certs()
     _load(context, *files)
-    return context, files
+    return context, files, stamp
 
 
 def _load(context: ssl.SSLContext, ca: str, certificate: str, key: str) -> None:

@@ -108,7 +108,11 @@ class NatsConnection:
         self._tasks.start("send to NATS", self._send_outbox())
         if access.tls is not None:
             following = credentials.follow_files(
-                "the certificate for NATS", access.tls_files, access.load_tls, self.clock
+                "the certificate for NATS",
+                access.tls_files,
+                access.load_tls,
+                self.clock,
+                stamp=access.tls_stamp,
             )
             self._tasks.start("watch the certificate for NATS", following)
         return self
