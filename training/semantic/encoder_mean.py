@@ -39,7 +39,7 @@ def main() -> None:
     if not arguments.went_on:  # at the same scale
         fields |= {"r": 2 * fields["r"], "lora_alpha": 2 * fields["lora_alpha"]}
     (arguments.out / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    (arguments.out / "heads.json").write_bytes((arguments.first / "heads.json").read_bytes())
+    (arguments.out / "heads.json").write_bytes((arguments.second / "heads.json").read_bytes())
 
 
 def join_adapters(
