@@ -204,7 +204,7 @@ train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact
 	  test $$recipe != hidden || $(BIN)/python -m training.semantic.encoder_mean \
 	    run/semantic-encoder-whole run/semantic-encoder-hidden --out run/semantic-encoder-mean || exit 1; \
 	done
-	@$(BIN)/python -m training.semantic.encoder_mean --went-on run/semantic-encoder-mean run/semantic-encoder-further --out src/dynamo/semantic/classifiers/weights/exact
+	@$(BIN)/python -m training.semantic.encoder_mean --went-on --share 0.5 run/semantic-encoder-mean run/semantic-encoder-further --out src/dynamo/semantic/classifiers/weights/exact
 	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request, and the chain behind the real Envoy (REQUESTS=10000)
