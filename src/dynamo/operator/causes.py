@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo.operator import objects
 from dynamo.operator.objects import Object
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import pod_states
 
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
@@ -80,7 +80,7 @@ def first_cause(
         if objects.labels_of(pod).get(objects.TEMPLATE_LABEL) == template_hash
         and "deletionTimestamp" not in pod["metadata"]
     ]
-    living = [pod for pod in current if not graph_deployment.has_ended(pod)]
+    living = [pod for pod in current if not pod_states.has_ended(pod)]
     if len(living) >= num_wanted:  # what ended has been replaced
         current = living
     causes = [*missing, *(cause for pod in current if (cause := pod_cause(pod)))]

@@ -12,7 +12,7 @@ from dynamo.base import addresses
 from dynamo.operator import api_types, objects
 from dynamo.operator.objects import Object, Observed
 from dynamo.operator.pod_template import SYSTEM_PORT
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import pod_states
 
 FINALIZER = f"{api_types.GROUP}/unload-adapter"
 
@@ -62,7 +62,7 @@ def find_endpoints(base_model: str, observed: Observed) -> list[ModelEndpoint]:
         if objects.labels_of(pod).get(objects.SELECTOR_LABEL) in components
         and pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "worker"
         and "deletionTimestamp" not in pod["metadata"]
-        and graph_deployment.is_replica(pod)
+        and pod_states.is_replica(pod)
         and (pod.get("status") or {}).get("podIP")
     ]
 

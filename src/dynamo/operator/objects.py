@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.operator import api_types
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import pod_states
 
 Object = dict[str, Any]
 FIELD_MANAGER = "dynamo-operator"
@@ -99,7 +99,7 @@ class Observed:
             pod
             for pod in self.pods
             if labels_of(pod).get(SELECTOR_LABEL) == component
-            and (is_each or graph_deployment.is_replica(pod))
+            and (is_each or pod_states.is_replica(pod))
         ]
 
 

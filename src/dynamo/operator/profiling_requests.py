@@ -15,7 +15,7 @@ from dynamo.base import errors
 from dynamo.operator import api_types, causes, objects, pod_template, reviews
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import graph_deployment, pod_states
 
 _LARGEST = graph_deployment.ProfiledSize(mode="disagg", num_prefill=1, num_decode=1)
 _MEASURED_FIELDS = ("model", "backend", "useMocker", "profilingConfig")
@@ -290,7 +290,7 @@ def _find_pods(observed: Observed, resource: Object) -> list[Object]:
 def _describe_profiler(observed: Observed, resource: Object) -> tuple[str, str]:
     """Return reason and message for a profiler that has not ended: what keeps its pod from starting, if anything."""
     running = causes.Cause("ProfilingRunning", "the profiler measures a worker")
-    pods = [pod for pod in _find_pods(observed, resource) if not graph_deployment.has_ended(pod)]
+    pods = [pod for pod in _find_pods(observed, resource) if not pod_states.has_ended(pod)]
     found = [cause for pod in pods if (cause := causes.pod_cause(pod)) is not None]
     cause = causes.select_first([each for each in found if each.reason != "Starting"], running)
     return cause.reason, cause.message

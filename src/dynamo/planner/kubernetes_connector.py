@@ -18,7 +18,7 @@ from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
 from dynamo.planner.observation import PoolState
 from dynamo.planner.scaling_pipeline import Decision
-from dynamo.protocols import graph_deployment
+from dynamo.protocols import pod_states
 from dynamo.runtime.backends.kubernetes import connection
 
 Object = dict[str, Any]
@@ -140,7 +140,7 @@ class KubernetesConnector:
         name, spec = service
         labels = f"{_OF_GRAPH}={self._graph_name},{_COMPONENT}={name}"
         listed = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
-        pods = [pod for pod in listed if not graph_deployment.is_follower(pod)]
+        pods = [pod for pod in listed if not pod_states.is_follower(pod)]
         now, num_ordered = self._clock.now(), spec.get("replicas", 1)
         if sum(map(is_present, pods)) >= num_ordered:
             self._complete_at[name] = now
@@ -187,7 +187,7 @@ def has_scaling_adapter(spec: Object) -> bool:
 
 def is_present(pod: Object) -> bool:
     """Return True for a pod that runs or will, and is not being deleted."""
-    return "deletionTimestamp" not in pod["metadata"] and not graph_deployment.has_ended(pod)
+    return "deletionTimestamp" not in pod["metadata"] and not pod_states.has_ended(pod)
 
 
 def pool_state(
@@ -227,7 +227,7 @@ def pool_state(
     return PoolState(
         num_ready=num_ready,
         starting_since=tuple(sorted([*unready_since[:num_starting], *missing])),
-        num_draining=sum(not graph_deployment.has_ended(pod) for pod in pods)
+        num_draining=sum(not pod_states.has_ended(pod) for pod in pods)
         - min(len(present), num_ordered),
         startup_s=statistics.median(startups_s.values()) if startups_s else None,
         failure=next((text for pod in starting if (text := _failure(pod))), ""),

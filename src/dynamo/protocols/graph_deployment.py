@@ -1,8 +1,7 @@
-"""Objects of a cluster for planner, profiler and operator: the DynamoGraphDeployment of a profiled model, and pods.
+"""The DynamoGraphDeployment of a profiled model: the profiler writes it to a file, the operator creates it on request.
 
-The profiler writes the deployment to a file, the operator creates it on request. The last line of a profiler's log is
-a `ProfiledSize` in JSON, with further fields; the operator reads it there.
-"""  # decider
+The last line of a profiler's log is a `ProfiledSize` in JSON, with further fields; the operator reads it there.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,21 +78,3 @@ def _make_service(
     if worker.has_gpus:
         service["resources"] = {"limits": {"gpu": str(num_gpus)}}
     return service
-
-
-def has_ended(pod: Mapping[str, Any]) -> bool:
-    """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
-def is_follower(pod: Mapping[str, Any]) -> bool:
-    """Return True for a further node of a group of pods, which is one replica together with its leader."""
-    labels = pod["metadata"].get("labels") or {}
-    is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
-    clique: str = labels.get("grove.io/podclique", "")
-    return is_in_set or clique.endswith("-wkr")
-
-
-def is_replica(pod: Mapping[str, Any]) -> bool:
-    """Return True for a pod that has not ended and counts as a replica of its service."""
-    return not (has_ended(pod) or is_follower(pod))
